@@ -43,7 +43,7 @@ class Kind(enum.StrEnum):
 
 
 class Bottleneck(msgspec.Struct, frozen=True, kw_only=True):
-    """What takes the memory at the peak without a plan, and how much of this memory decisions about activations could free.
+    """Data: what takes the memory at the peak of a step without a plan, and how much of it a plan could free.
 
     ``floor_bytes`` is the lowest peak that recomputation alone can reach.
     """
@@ -65,7 +65,7 @@ class Bottleneck(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LayerUse(msgspec.Struct, frozen=True, kw_only=True):
-    """One call of one region (a module that Plimsoll manages): the bytes that autograd saves in it, and its seconds."""
+    """Data: one call of one region (a module that Plimsoll manages): bytes saved for backward, and the call's seconds."""
 
     name: str
     call: int
@@ -75,7 +75,7 @@ class LayerUse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True):
-    """One plan that was considered, its predicted memory and time, and the reason why it was chosen or not."""
+    """Data: one plan that was considered, its predicted memory and time, and the reason why it was chosen or not."""
 
     name: str
     strategy: str
@@ -94,7 +94,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Recommendation(msgspec.Struct, frozen=True, kw_only=True):
-    """What to do: a one-line headline, a few reasons, and the command for it (may be empty)."""
+    """Data: what to do, as a one-line headline, a few reasons, and the command for it (may be empty)."""
 
     kind: Kind
     headline: str
@@ -103,7 +103,7 @@ class Recommendation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GraphBreak(msgspec.Struct, frozen=True, kw_only=True):
-    """A place where torch.compile stops capturing: the reason, and the file and line of the user's code.
+    """Data: a place where torch.compile stops capturing: the reason, and the file and line of the user's code.
 
     File and code are empty and the line is 0 if the place is not known. ``count`` says how often the break occurred.
     """
@@ -116,7 +116,7 @@ class GraphBreak(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CompilerCoverage(msgspec.Struct, frozen=True, kw_only=True):
-    """How much of forward and backward torch.compile captured, counted in ATen ops and in their eager seconds.
+    """Data: how much of forward and backward torch.compile captured, counted in ATen ops and in their eager seconds.
 
     An op of the eager step counts as captured if a captured graph ran it; a backward op counts if a captured graph made its
     autograd node. Seconds are the times of the eager ops, not of compiled kernels.
@@ -137,12 +137,12 @@ class CompilerCoverage(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def op_share(self) -> float:
-        """Captured ops as a share of all ops of forward and backward."""
+        """The number of captured ops as a share of all ops of forward and backward."""
         return self.captured_ops / self.ops if self.ops else 0.0
 
     @property
     def time_share(self) -> float:
-        """Captured seconds as a share of all seconds of forward and backward."""
+        """The seconds of captured ops as a share of the seconds of all ops of forward and backward."""
         return self.captured_seconds / self.seconds if self.seconds else 0.0
 
 
@@ -154,7 +154,7 @@ class BackwardOp(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Capture(msgspec.Struct, frozen=True, kw_only=True):
-    """The record of one step under a compiler backend that captures graphs and runs them op by op.
+    """Data: the record of one step under a compiler backend that captures graphs and runs them op by op.
 
     ``forward`` has one entry for each run of a captured graph: the cost keys (names with shapes) of the graph's ops.
     ``backward`` has all ops of backward. Both are in order of execution. ``failure`` is empty if the step ran to its end.
@@ -171,7 +171,7 @@ class Capture(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CaptureHazard(msgspec.Struct, frozen=True, kw_only=True):
-    """One thing that prevents capturing the step as a CUDA graph: what it is, where it is, and how often it occurs."""
+    """Data: one thing that prevents capturing the step as a CUDA graph: what it is, where it is, and how often it occurs."""
 
     what: str
     where: str
@@ -179,7 +179,7 @@ class CaptureHazard(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CheckItem(msgspec.Struct, frozen=True, kw_only=True):
-    """The check of one checklist item, or of one failure mode: its outcome and the evidence.
+    """Data: the check of one checklist item, or of one failure mode: its outcome and the evidence.
 
     ``name`` is a key that does not change between versions, ``title`` is for people, and ``next`` says what to do.
     """
@@ -192,7 +192,7 @@ class CheckItem(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Advice(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
-    """What to do about the memory of one training step, and why. ``plimsoll.advise`` makes one; ``str`` shows it."""
+    """Data: what to do about the memory of one training step, and why. ``plimsoll.advise`` makes one; ``str`` shows it."""
 
     KIND: ClassVar[str] = "advice"
     SCHEMA_VERSION: ClassVar[int] = 1

@@ -18,19 +18,20 @@ from plimsoll.artifacts.files import write_whole
 TAG = "plimsoll"
 """The first field of every file; its value is the artifact's kind."""
 NUMBER = "plimsoll.number"
-"""The key of the object that replaces infinity and NaN in a file, because JSON does not have such numbers."""
+"""A key of a JSON object. In a file, an object with this key means infinity or NaN, because JSON does not have such
+numbers."""
 
 
 class AdvisedEnum(enum.StrEnum):
-    """An enum whose members also carry help text: a word, advice for the user and an optional meaning.
+    """An enum whose members also carry help text: advice for the user, and optionally what the member means.
 
-    Files contain only the word.
+    Files contain only the member's word.
     """
 
     advice: str
-    """One sentence: what the user should do."""
+    """One sentence that says what the user should do if this member applies."""
     meaning: str
-    """One line that says which cases this member covers."""
+    """One line that says when this member applies."""
 
     def __new__(cls, word: str, advice: str, meaning: str = "") -> Self:
         member = str.__new__(cls, word)
@@ -45,7 +46,10 @@ class TextRenderer(Protocol):
 
 
 class ArtifactBase:
-    """Base class of results that can be saved and shown. They are immutable data; a file names their schema and kind."""
+    """Base class of artifacts: results that can be saved and shown, such as plans and receipts.
+
+    Artifacts are immutable data; a file names their schema and kind.
+    """
 
     __slots__ = ()
 

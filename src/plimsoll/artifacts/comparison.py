@@ -11,7 +11,7 @@ from plimsoll.artifacts.decision import Status
 
 
 class ComparisonRow(msgspec.Struct, frozen=True, kw_only=True):
-    """The predicted and measured figures of one strategy.
+    """Data: the predicted and measured figures of one strategy.
 
     ``measured_ratio`` is the strategy's step time divided by the unmanaged step time: the median over pairs of steps. Its 95%
     confidence interval is ``measured_ratio_low`` to ``measured_ratio_high``. Figures that were not measured are ``None``, and
@@ -34,18 +34,24 @@ class ComparisonRow(msgspec.Struct, frozen=True, kw_only=True):
     """Whether a difference in bits comes from other torch.compile kernels, which round differently."""
     is_lossless: bool = True
     gradient_error: float | None = None
-    """The measured relative error of the gradient, if the strategy holds values in a lossy form (a lossy codec) or runs other
-    compiled kernels."""
+    """The measured relative error of the gradient. It is set if the strategy uses a lossy codec or runs other compiled kernels;
+    else it is ``None``."""
     note: str = ""
 
     @property
     def is_wrong(self) -> bool:
-        """Whether gradients differ although no value is compressed with loss, and although rounding does not explain it."""
+        """Whether the strategy changed the gradients although it should not have.
+
+        This is so if gradients differ, no value is compressed with loss, and rounding does not explain the difference.
+        """
         return self.is_lossless and self.is_bit_equal is False and not self.is_rounding
 
 
 class Comparison(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
-    """The figures of several strategies on one model and batch. ``plimsoll.compare`` makes one; ``str`` shows it as a table."""
+    """Data: the figures of several strategies on one model and batch.
+
+    ``plimsoll.compare`` makes a comparison; ``str`` shows it as a table.
+    """
 
     KIND: ClassVar[str] = "comparison"
     SCHEMA_VERSION: ClassVar[int] = 1

@@ -17,18 +17,21 @@ class CostSource(enum.StrEnum):
 
 
 class OpCost(msgspec.Struct, frozen=True, kw_only=True):
-    """The time of one op, in seconds: ``seconds`` is the median, ``spread_seconds`` half the distance between the quartiles."""
+    """Data: the time of one op, in seconds.
+
+    ``seconds`` is the median, ``spread_seconds`` half the distance between the quartiles.
+    """
 
     seconds: float
     spread_seconds: float = 0.0
 
 
 class Costs(msgspec.Struct, frozen=True, kw_only=True):
-    """The time of each distinct op of a trace on ``device``. ``ops`` maps cost keys (an op's name with its shapes) to costs.
+    """Data: the time of each distinct op of a trace on ``device``. ``ops`` maps cost keys to costs.
 
-    The engine, which carries out plans, adds costs of its own: ``region_seconds`` for each call of a region that it changes,
-    ``slot_seconds`` for each tensor that autograd saves in that region (including parameters), and ``replay_seconds`` for
-    each recomputed op, in addition to the seconds of the op itself.
+    A cost key is an op's name with its shapes. The engine, which carries out plans, adds costs of its own: ``region_seconds``
+    for each call of a region that it changes, ``slot_seconds`` for each tensor that autograd saves in that region (including
+    parameters), and ``replay_seconds`` for each recomputed op, in addition to the seconds of the op itself.
     """
 
     schema_version: int = SCHEMA_VERSION

@@ -21,7 +21,7 @@ class Decision(enum.StrEnum):
 
 
 class Engine(enum.StrEnum):
-    """How one region (a module that Plimsoll manages) was handled."""
+    """How the engine, which carries out plans, handled one region (a module that Plimsoll manages)."""
 
     RECIPE = "recipe"
     """Plimsoll replaces saved tensors. Dropped tensors are rebuilt by verified recipes (lists of ops to run again)."""

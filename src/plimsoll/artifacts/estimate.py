@@ -17,7 +17,7 @@ from plimsoll.artifacts.plan import Peak, Plan
 
 
 class BudgetItem(msgspec.Struct, frozen=True, kw_only=True):
-    """One part of a device's memory at the peak.
+    """Data: one part of a device's memory at the peak, such as parameters.
 
     ``bytes`` is ``None`` if the figure is ``UNSUPPORTED``; ``note`` then says why. The true value is expected within a range
     around ``bytes``; ``relative_error`` is half the width of this range, as a share of ``bytes``.
@@ -31,12 +31,12 @@ class BudgetItem(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def error_bytes(self) -> int:
-        """Half the width, in bytes, of the range that is expected to contain the true value."""
+        """By how many bytes the true value is expected to differ from the item's figure at most, up or down."""
         return 0 if self.bytes is None else round(self.bytes * self.relative_error)
 
 
 class StageSeconds(msgspec.Struct, frozen=True, kw_only=True):
-    """The times of one pipeline stage, in seconds per micro-batch.
+    """Data: the times of one pipeline stage, in seconds per micro-batch.
 
     ``optimizer_seconds`` and ``exposed_seconds`` are per step instead. ``communication_seconds`` is the time of collectives
     within forward and backward, and the figures of forward and backward include it. ``exposed_seconds`` is the time of
@@ -55,15 +55,14 @@ class StageSeconds(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StageEstimate(msgspec.Struct, frozen=True, kw_only=True):
-    """The memory and time of all ranks at one position in the pipeline, with all virtual stages of these ranks.
+    """Data: the memory and time of all ranks at one position in the pipeline, with all virtual stages of these ranks.
 
     ``in_flight`` is the number of micro-batches between forward and backward at the same time.
 
-    ``allocated_bytes`` is the peak of live tensors. ``reserved_bytes`` is what the caching allocator holds for them;
-    ``None`` on a CPU, which does not have such an allocator.
-    ``unmanaged_bytes`` is the allocated peak without a plan, ``recomputed_bytes`` the allocated peak if all values are
-    recomputed. ``whole_error`` is the relative error of ``total_bytes``; it is known only for kinds of runs that were compared
-    with published figures.
+    ``allocated_bytes`` is the peak of live tensors. ``reserved_bytes`` is what the caching allocator holds for them; ``None``
+    on a CPU, which does not have such an allocator. ``unmanaged_bytes`` is the allocated peak without a plan,
+    ``recomputed_bytes`` the allocated peak if all values are recomputed. ``whole_error`` is the relative error of
+    ``total_bytes``; it is known only for kinds of runs that were compared with published figures.
     """
 
     stage: int
@@ -84,7 +83,7 @@ class StageEstimate(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def total_bytes(self) -> int:
-        """Bytes that a device has to provide: the sum of all items that have a figure."""
+        """The bytes that a device has to provide at the peak: the sum of all items that have a figure."""
         return sum(item.bytes or 0 for item in self.items)
 
     @property
@@ -125,30 +124,33 @@ class Throughput(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SwitchSetting(msgspec.Struct, frozen=True, kw_only=True):
-    """One setting of a training framework's own switches: their values, the equivalent strategy, the step's peak and time."""
+    """Data: one setting of a training framework's own switches that save memory.
+
+    It has the switches' values, the equivalent strategy of Plimsoll, and the step's peak and time.
+    """
 
     values: dict[str, str | int | float | bool | list[str] | None]
     strategy: str
     peak_bytes: int
-    """Peak bytes of the tensors on the rank with the highest peak."""
+    """The peak, in bytes, of the tensors on the rank that has the highest peak."""
     step_seconds: float
     host_bytes: int = 0
-    """Bytes on the host for the rank that offloads the most bytes."""
+    """The bytes of offloaded tensors on the host, for the rank that offloads the most."""
 
 
 class LayoutChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """One result of a search over layouts: a layout, its micro-batch and strategy, and the peak and time of its step."""
+    """Data: one result of a search over layouts: a layout, its micro-batch and strategy, and the peak and time of its step."""
 
     layout: Layout
     batch: int
     strategy: str
     peak_bytes: int
-    """Peak bytes of the tensors on the rank with the highest peak."""
+    """The peak, in bytes, of the tensors on the rank that has the highest peak."""
     step_seconds: float
 
 
 class MeasuredFigure(msgspec.Struct, frozen=True, kw_only=True):
-    """One measured figure of a real run next to the estimate's figure; ``unit`` is bytes, seconds or per second.
+    """Data: one measured figure of a real run and the estimate's figure; ``unit`` is bytes, seconds or per second.
 
     ``estimated`` is ``None`` if the estimate does not have this figure. ``error`` is half the width of the range that was
     expected to contain the measured figure. ``note`` says what a figure outside that range may mean.
@@ -168,7 +170,7 @@ class MeasuredFigure(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Estimate(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
-    """The memory and speed of training ``target`` on ``device`` under ``layout``. ``plimsoll.estimate`` makes an estimate."""
+    """Data: the memory and speed of training ``target`` on ``device`` under ``layout``. ``plimsoll.estimate`` makes it."""
 
     KIND: ClassVar[str] = "estimate"
     SCHEMA_VERSION: ClassVar[int] = 1
@@ -205,7 +207,7 @@ class Estimate(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def tightest(self) -> StageEstimate:
-        """The stage that needs the most memory."""
+        """The stage of the pipeline that needs the most memory of a device."""
         return max(self.stages, key=lambda stage: stage.total_bytes)
 
     @property

@@ -11,7 +11,10 @@ from plimsoll.artifacts.plan import Holder, Peak, TimelinePoint
 
 
 class MemoryPart(msgspec.Struct, frozen=True, kw_only=True):
-    """One part of the bytes at a peak; ``share`` is its share of the peak, ``largest`` names its largest tensor or group."""
+    """Data: one part of the bytes at a peak.
+
+    ``share`` is the part's share of the peak, ``largest`` names its largest tensor or group of tensors.
+    """
 
     name: str
     bytes: int
@@ -20,7 +23,10 @@ class MemoryPart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RecomputedPart(msgspec.Struct, frozen=True, kw_only=True):
-    """The memory that recomputation takes in one place (a region): the most bytes alive at one time, and the number of ops."""
+    """Data: what recomputation does in one place (a region).
+
+    It has the most bytes of rebuilt values that are alive at one time, and the number of ops that run again.
+    """
 
     place: str
     most_bytes: int
@@ -28,7 +34,7 @@ class RecomputedPart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):
-    """One possible change to the step, and the predicted peak of the step with that change.
+    """Data: one possible change to the step, and the predicted peak of the step with that change.
 
     ``basis`` says how the figure was found: ``replayed`` (this step's events with the change applied), ``run again`` (a second
     step with the change), ``modelled`` (replayed with sizes that were not observed in any step of this model) or ``planned``
@@ -39,25 +45,25 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
     how: str
     predicted_peak_bytes: int
     lowers_bytes: int
-    """How many bytes lower the peak is with the change; negative if the change raises the peak."""
+    """By how many bytes the change lowers the peak; negative if the change raises the peak."""
     moment: str
     basis: str
 
 
 class Unsupported(msgspec.Struct, frozen=True, kw_only=True):
-    """A change whose effect on the peak cannot be determined for this step, and the reason."""
+    """Data: a change to the step whose effect on the peak cannot be determined for this step, and the reason."""
 
     name: str
     why: str
 
 
 class Explanation(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
-    """When the peak of one step occurs, which tensors take the memory, and what would lower it. ``plimsoll.explain`` makes one.
+    """Data: when the peak of one step occurs, which tensors take the memory, and what would lower it.
 
-    ``plain_peak`` and ``plain_resident_bytes`` describe the same step if all values are kept. They are ``None`` if the step
-    does not save memory by itself, or could not be run without saving memory. ``resident`` lists what holds memory between
-    forward and backward: regions, modules outside regions, and tensors that stay for the whole step. Bytes are counted op by
-    op. On a fake device (``is_fake``) they do not include workspaces inside kernels.
+    ``plimsoll.explain`` makes one. ``plain_peak`` and ``plain_resident_bytes`` describe the same step if all values are kept.
+    They are ``None`` if the step does not save memory by itself, or could not be run without saving memory. ``resident`` lists
+    what holds memory between forward and backward: regions, modules outside regions, and tensors that stay for the whole step.
+    Bytes are counted op by op. On a fake device (``is_fake``) they do not include workspaces inside kernels.
     """
 
     KIND: ClassVar[str] = "explanation"
@@ -70,12 +76,12 @@ class Explanation(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
     device: str
     is_fake: bool
     setup: str
-    """Says what saves memory in this step, such as its own checkpointing; empty if nothing does."""
+    """A text that says what saves memory in this step, such as the step's own checkpointing; empty if nothing does."""
     optimizer: str
     verdict: str
     peak: Peak
     parts: tuple[MemoryPart, ...]
-    """The bytes at the peak of each group: state, activations, head and loss, temporaries."""
+    """The bytes at the peak of each part: parameters, gradients, activations, head and loss, temporaries and others."""
     resident_bytes: int
     resident: tuple[Holder, ...]
     recomputed: tuple[RecomputedPart, ...]

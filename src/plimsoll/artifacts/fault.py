@@ -59,7 +59,7 @@ class Cause(AdvisedEnum):
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True):
-    """One saved tensor that backward would have read with other bits than forward saved.
+    """Data: one saved tensor that backward would have read with other bits than forward saved.
 
     ``value`` names the earliest tensor in forward order that differs, as far as saved tensors show it, and ``op`` the op that
     made it. Of ``elements``, ``differing_elements`` have other bits (two NaNs count as equal). ``max_absolute_difference`` is

@@ -80,7 +80,7 @@ def read_file(path: str | Path, limits: ReadLimits) -> bytes:
 
 @contextlib.contextmanager
 def _opened(path: str | Path) -> Iterator[io.FileIO]:
-    """Open the file for reading, and close it at the end of the block.
+    """A context that opens a file for reading, and closes it at the end of the block.
 
     With O_NONBLOCK, opening a pipe returns at once; for regular files this flag changes nothing.
     """
@@ -101,7 +101,7 @@ def _pieces(file: io.FileIO, most_bytes: int) -> Iterator[bytes]:
 
 
 def _limited(read: Callable[[], bytes], most_bytes: int) -> Iterator[bytes]:
-    """Yield the pieces that ``read`` returns until a piece is empty; raise FileRefused after more than ``most_bytes`` bytes."""
+    """Call ``read`` until it returns an empty piece, and yield the pieces. Raise FileRefused if they exceed ``most_bytes``."""
     left = most_bytes
     while piece := read():
         left -= len(piece)
@@ -138,7 +138,7 @@ def _wait_and_read(file: io.FileIO) -> bytes:
 
 
 def is_read_once(path: str | Path) -> bool:
-    """Return whether the content of ``path`` can be read only once, because it is a pipe or a device."""
+    """Return True if the content of ``path`` can be read only once, because it is a pipe or a device."""
     return os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)
 
 
@@ -176,7 +176,7 @@ def _check_levels(node: object, left: int) -> None:
 
 
 PART = ".part"
-"""Suffix of a file that is still being written."""
+"""The end of the name of a file that is still being written."""
 
 
 def write_whole(content: str | bytes, path: str | Path) -> None:
@@ -197,9 +197,10 @@ def write_whole(content: str | bytes, path: str | Path) -> None:
 
 @contextlib.contextmanager
 def whole_file(target: Path) -> Iterator[BinaryIO]:
-    """Open a temporary file that replaces ``target`` when the block ends; if the block fails, ``target`` stays unchanged.
+    """A context that opens a temporary file, which replaces ``target`` when the block ends.
 
-    The temporary name is random, not a process id: on a shared disk, processes of two machines may have the same id.
+    If the block fails, ``target`` stays unchanged. The temporary name is random, not a process id: on a shared disk, processes
+    of two machines may have the same id.
     """
     import secrets
 
@@ -225,7 +226,7 @@ def whole_file(target: Path) -> Iterator[BinaryIO]:
 
 
 def _is_written_through(target: Path) -> bool:
-    """Return whether ``target`` must be written directly, not replaced.
+    """Return True if ``target`` must be written directly, not replaced.
 
     This holds for a path that is not a regular file, and for paths under ``/dev`` or ``/proc`` that may name an open file.
     """
@@ -236,7 +237,10 @@ def _is_written_through(target: Path) -> bool:
 
 @contextlib.contextmanager
 def _opened_through(target: Path) -> Iterator[BinaryIO]:
-    """Open a device or pipe for appending, and close it at the end of the block. Wait up to 1.5 s for a pipe's reader."""
+    """A context that opens a device or pipe for appending, and closes it at the end of the block.
+
+    It waits up to 1.5 s for a process that reads the pipe.
+    """
     until = time.monotonic() + _PATIENCE_SECONDS
     while True:
         try:
@@ -296,7 +300,7 @@ def check_folder(path: str | Path) -> None:
 
 
 def _check_new_file(folder: Path) -> None:
-    """Raise OSError if a new file cannot be created in this directory: try it with an unnamed file.
+    """Raise OSError if a new file cannot be created in this directory. It is tried with an unnamed file.
 
     Permission bits are not enough, because they mislead for root and for ``/proc``.
     """

@@ -10,7 +10,7 @@ import msgspec
 from plimsoll.artifacts.base import AdvisedEnum, ArtifactBase
 
 EXCESSIVE_KERNEL_RATIO = 1.5
-"""If the plan runs more than this many times as many kernels per layer as the baseline, that is excessive."""
+"""The number of kernels per layer with the plan, divided by the baseline's number. A larger ratio is excessive."""
 CONTENDED_BANDWIDTH_SHARE = 0.8
 """If recomputation uses more than this share of the device's peak bandwidth, it competes with other work for the memory."""
 LONG_GAP_SECONDS = 50e-6
@@ -33,7 +33,10 @@ class ProfileOrigin(enum.StrEnum):
 
 
 class WorkPhase(enum.StrEnum):
-    """The part of a training step that launched a kernel or an op."""
+    """The phases of a training step, such as forward and backward, that kernels and ops belong to.
+
+    A kernel belongs to the phase that launched it.
+    """
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -88,7 +91,7 @@ class OverheadCause(AdvisedEnum):
 
 
 class OverheadPart(msgspec.Struct, frozen=True, kw_only=True):
-    """One part of a plan's overhead: a cause, and the seconds per step that it adds (negative if the plan saves time).
+    """Data: one part of a plan's overhead: a cause, and the seconds per step that it adds (negative if the plan saves time).
 
     ``spread_seconds`` is the standard error over steps, ``None`` if only one step was profiled. ``details`` names the largest
     pieces of work.
@@ -101,7 +104,7 @@ class OverheadPart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PhaseUse(msgspec.Struct, frozen=True, kw_only=True):
-    """The device time, the amount of work and the bytes read in one phase (forward, backward, …) of one step.
+    """Data: the device time, the amount of work and the bytes read in one phase (forward, backward, …) of one step.
 
     ``count`` is the number of kernels or CPU ops. ``read_bytes`` is a lower bound of the bytes read; it is known if the trace
     has shapes. ``bandwidth_share`` is ``read_bytes`` divided by the phase's seconds, as a share of the device's peak bandwidth;
@@ -116,7 +119,7 @@ class PhaseUse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Side(msgspec.Struct, frozen=True, kw_only=True):
-    """The figures of one of the two profiles (with or without the plan), per step.
+    """Data: the figures of one of the two profiles (with or without the plan), per step.
 
     Three shares say how much of the busy time could be assigned: ``attributed_share`` to the operation or range that launched
     the work, ``phased_share`` to a phase, ``module_share`` to a module. ``count`` is the number of kernels or CPU ops.
@@ -128,7 +131,7 @@ class Side(msgspec.Struct, frozen=True, kw_only=True):
     busy_seconds: float
     idle_seconds: float
     waiting_seconds: float
-    """The part of the idle time, in seconds, during which the host waits for the device in a call."""
+    """The seconds per step while the device is idle and the host waits for the device in a call."""
     count: float
     kernels_per_layer: float | None = None
     layers: int = 0
@@ -143,7 +146,10 @@ class Side(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Layer(msgspec.Struct, frozen=True, kw_only=True):
-    """The work of one layer in both profiles, per step. If the profiles do not have modules, it is one operation instead."""
+    """Data: the work of one layer with and without the plan, per step.
+
+    If the profiles do not have modules, it is the work of one operation instead.
+    """
 
     name: str
     baseline_count: float
@@ -154,7 +160,7 @@ class Layer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WarningSign(msgspec.Struct, frozen=True, kw_only=True):
-    """One warning sign: ``text`` compares the plan's figure with a threshold, ``is_raised`` says whether this is a warning.
+    """Data: one warning sign. ``text`` compares the plan's figure with a threshold, ``is_raised`` says if it is a warning.
 
     ``is_raised`` is ``None`` if the trace does not show the figure.
     """
@@ -165,7 +171,7 @@ class WarningSign(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Finding(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
-    """The causes of a plan's overhead in time. ``plimsoll.diagnose`` makes a finding; ``str`` shows it as text.
+    """Data: the causes of the time that a plan adds to a step. ``plimsoll.diagnose`` makes a finding; ``str`` shows it.
 
     Seconds are measured under the profiler. Only ``measured_baseline_seconds`` and ``measured_plan_seconds`` are medians of
     steps without a profiler; they are ``None`` if such steps could not be run.
@@ -196,17 +202,20 @@ class Finding(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def overhead_seconds(self) -> float:
-        """Extra seconds per step under the plan, measured under the profiler."""
+        """The seconds per step with the plan minus those without it, measured under the profiler."""
         return self.plan.step_seconds - self.baseline.step_seconds
 
     @property
     def overhead_share(self) -> float:
-        """Extra seconds under the plan as a share of the baseline's step, measured under the profiler."""
+        """The time that the plan adds to a step, as a share of the step without the plan, measured under the profiler."""
         return self.overhead_seconds / self.baseline.step_seconds if self.baseline.step_seconds else 0.0
 
     @property
     def measured_overhead_share(self) -> float | None:
-        """Extra seconds under the plan as a share of the baseline's step, without a profiler; ``None`` if not measured."""
+        """The time that the plan adds to a step, as a share of the step without the plan, measured without a profiler.
+
+        ``None`` if it was not measured.
+        """
         if not self.measured_baseline_seconds or self.measured_plan_seconds is None:
             return None
         return self.measured_plan_seconds / self.measured_baseline_seconds - 1

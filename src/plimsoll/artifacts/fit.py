@@ -17,7 +17,7 @@ from plimsoll.artifacts.receipt import Claim
 
 
 class FitPoint(msgspec.Struct, frozen=True, kw_only=True):
-    """One micro-batch under its best plan: memory and speed.
+    """Data: one micro-batch size under its best plan, with memory and speed.
 
     ``micro_seconds`` is the time of forward and backward of one micro-batch. ``optimizer_seconds`` is spent once per step,
     after ``accumulation`` micro-batches. ``predicted_peak_bytes`` is the plan's peak, or the smallest reachable peak if no plan
@@ -45,12 +45,12 @@ class FitPoint(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def does_fit(self) -> bool:
-        """Whether the peak at this point, under its best plan, fits the budget."""
+        """Whether the peak with this micro-batch, under the best plan for it, fits the budget."""
         return self.status.is_usable
 
     @property
     def is_unmanaged(self) -> bool:
-        """Whether the step fits the budget without recomputing anything."""
+        """Whether the step with this micro-batch fits the budget without recomputing anything."""
         return self.does_fit and not self.rebuilt_bytes
 
     @property
@@ -60,7 +60,7 @@ class FitPoint(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def items_per_second(self) -> float:
-        """Tokens or examples per second on one device."""
+        """The number of tokens (or examples, for models without token ids) that one device processes per second."""
         return self.accumulation * self.items / self.step_seconds if self.step_seconds else 0.0
 
     @property
@@ -70,7 +70,7 @@ class FitPoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FitChange(msgspec.Struct, frozen=True, kw_only=True):
-    """One possible change to a step that does not fit the budget, and the figures of the step with only this change.
+    """Data: one change that could help a step that does not fit the budget, and the figures of the step with this change.
 
     ``does_fit`` is ``None`` if it cannot be determined here; ``note`` then says why. ``predicted_peak_bytes`` is the peak under
     the best plan, or the smallest reachable peak if no plan fits. ``items_per_second`` is per device.
@@ -84,7 +84,7 @@ class FitChange(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Fit(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
-    """The micro-batch and the plan with the most throughput under a budget. ``plimsoll.fit`` makes one.
+    """Data: the micro-batch and the plan with the most throughput under a budget. ``plimsoll.fit`` makes one.
 
     ``best`` is the position of the best point in ``points``. It is ``None`` if nothing fits; then ``changes`` lists changes
     that may help. ``plan`` was made for the step traced at the best point. ``measured`` has the predicted and measured figures
@@ -110,8 +110,8 @@ class Fit(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
     changes: tuple[FitChange, ...] = ()
     seconds_basis: Basis
     seconds_error: float
-    """The true seconds are expected within a range around the predicted seconds. This is half the width of the range, as a
-    share of the predicted seconds."""
+    """The relative error of the predicted seconds: the true seconds are expected to differ by at most this share of the
+    predicted seconds, up or down."""
     traces: int = 0
     solves: int = 0
     total_seconds: float = 0.0
@@ -119,18 +119,18 @@ class Fit(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def best_point(self) -> FitPoint | None:
-        """The point with the most throughput; ``None`` if nothing fits."""
+        """The micro-batch (with its plan and figures) that has the most throughput; ``None`` if nothing fits the budget."""
         return None if self.best is None else self.points[self.best]
 
     @property
     def best_unmanaged(self) -> FitPoint | None:
-        """The point with the most throughput of those points that fit without a plan; ``None`` if no point does."""
+        """The micro-batch with the most throughput among those that fit the budget without a plan; ``None`` if none does."""
         found = [point for point in self.points if point.is_unmanaged]
         return max(found, key=lambda point: point.items_per_second, default=None)
 
     @property
     def gain(self) -> float | None:
-        """The best throughput divided by the best throughput without a plan, minus 1.
+        """How much more throughput plans allow: the best throughput divided by the best one without a plan, minus 1.
 
         ``None`` if nothing fits without a plan.
         """

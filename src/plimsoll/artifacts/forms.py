@@ -13,11 +13,11 @@ from plimsoll.artifacts.decision import Decision
 
 
 class Form(msgspec.Struct, frozen=True, kw_only=True):
-    """One way to store one value between forward and backward: compressed with a codec, or offloaded over a link.
+    """Data: one way to store one value between forward and backward: compressed with a codec, or offloaded over a link.
 
-    ``held_bytes`` stay on the device, ``link_bytes`` go over the link and stay at its other end. ``encode_seconds`` are
-    spent when the region's forward ends, ``decode_seconds`` when backward needs the value. Transfer time that compute does
-    not hide is not included in them. ``workspace_bytes`` are alive while encoding or decoding.
+    ``held_bytes`` stay on the device, ``link_bytes`` go over the link and stay at its other end. ``encode_seconds`` are spent
+    when the region's forward ends, ``decode_seconds`` when backward needs the value. Transfer time that compute does not hide
+    is not included in them. ``workspace_bytes`` are alive while encoding or decoding.
     """
 
     name: str
@@ -29,19 +29,20 @@ class Form(msgspec.Struct, frozen=True, kw_only=True):
     workspace_bytes: int = 0
     link_bytes: int = 0
     is_private: bool = False
-    """Whether only the value's own slots (the tensors that autograd saved) may be restored from this form, and no other value
-    may be recomputed from it: the decoded tensor is not the value itself."""
+    """Whether this form serves only the value's own slots (the tensors that autograd saved). Then no other value may be
+    recomputed from it, because the decoded tensor is not the value itself."""
 
     @property
     def seconds(self) -> float:
-        """Seconds of encoding and decoding together."""
+        """The seconds of encoding and decoding one value in this form, together."""
         return self.encode_seconds + self.decode_seconds
 
 
 class ValueForms(msgspec.Struct, frozen=True, kw_only=True):
-    """The forms that one saved value may take. ``refused`` lists pairs of a rejected codec and the reason.
+    """Data: the forms (ways to store it, compressed or offloaded) that one saved value may take, and the refused codecs.
 
-    ``sensitivity`` is the relative error of the whole gradient per unit of relative error in this value.
+    ``refused`` lists pairs of a rejected codec and the reason. ``sensitivity`` is the relative error of the whole gradient per
+    unit of relative error in this value.
     """
 
     value: str
@@ -51,7 +52,7 @@ class ValueForms(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RegionForms(msgspec.Struct, frozen=True, kw_only=True):
-    """The forms (ways to store a value, compressed or offloaded) that the values of one region call may take."""
+    """Data: the forms (ways to store a value, compressed or offloaded) that the values of one region call may take."""
 
     name: str
     call: int
@@ -59,7 +60,7 @@ class RegionForms(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LinkCost(msgspec.Struct, frozen=True, kw_only=True):
-    """The speed of a link in both directions (out: from the device). Each transfer also takes ``latency_seconds``."""
+    """Data: the speed of a link in both directions (out: from the device). Each transfer also takes ``latency_seconds``."""
 
     name: str
     out_bytes_per_second: float
@@ -68,13 +69,19 @@ class LinkCost(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Forms(msgspec.Struct, frozen=True, kw_only=True):
-    """All compressed and offloaded forms that a plan may use, for each value of each region call; data only."""
+    """Data: the forms that a plan may use, for each value of each region call.
+
+    A form is a way to store a value: compressed, or offloaded over a link.
+    """
 
     regions: tuple[RegionForms, ...] = ()
     link: LinkCost | None = None
     notes: tuple[str, ...] = ()
 
     def of(self, name: str, call: int) -> dict[str, ValueForms]:
-        """Return a mapping from each value's name to its forms, for call ``call`` of region ``name``."""
+        """Return a mapping from the name of each value to its forms (compressed or offloaded), for one call of a region.
+
+        ``name`` is the region, ``call`` the number of the call.
+        """
         found = next((region for region in self.regions if region.name == name and region.call == call), None)
         return {} if found is None else {entry.value: entry for entry in found.values}

@@ -55,14 +55,14 @@ class StageRule(enum.StrEnum):
 
 
 class Layout(msgspec.Struct, frozen=True, kw_only=True):
-    """The degrees of parallelism of one training step; the default is one rank.
+    """Data: how one training step is divided among ranks, by dimension; the default is one rank.
 
-    ``zero`` is the stage of ZeRO within the data-parallel and the context-parallel ranks: 0 replicates everything, 1
-    shards the optimizer state, 2 also gradients, 3 also parameters (what FSDP does). With ``replicas`` > 1 (HSDP), this many
-    groups of ranks each shard the whole model, and gradients are reduced once more between the groups. ``micro_batches`` is
-    the number of micro-batches that run before the optimizer steps, for gradient accumulation or a pipeline.
-    ``virtual_stages`` is the number of stages per rank of an interleaved schedule. ``cut`` says how blocks are divided among
-    stages: it is a rule, or the number of blocks in each stage.
+    ``zero`` is the stage of ZeRO within the data-parallel and the context-parallel ranks: 0 replicates everything, 1 shards the
+    optimizer state, 2 also gradients, 3 also parameters (what FSDP does). With ``replicas`` > 1 (HSDP), this many groups of
+    ranks each shard the whole model, and gradients are reduced once more between the groups. ``micro_batches`` is the number of
+    micro-batches that run before the optimizer steps, for gradient accumulation or a pipeline. ``virtual_stages`` is the number
+    of stages per rank of an interleaved schedule. ``cut`` says how blocks are divided among stages: it is a rule, or the number
+    of blocks in each stage.
     """
 
     dp: int = 1
@@ -85,7 +85,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def shards(self) -> int:
-        """The number of ranks over which ZeRO shards one copy of the model."""
+        """The number of ranks among which ZeRO divides one copy of the model."""
         return self.dp * self.cp // self.replicas
 
     @property
@@ -132,7 +132,10 @@ class Precision(enum.StrEnum):
 
     @property
     def traced(self) -> Precision:
-        """The precision of the computation: ``bf16`` for ``fsdp-bf16``, because FSDP gathers its float32 shards in bf16."""
+        """The precision of the step's computation.
+
+        It is ``bf16`` for ``fsdp-bf16``, because FSDP gathers its float32 shards in bf16.
+        """
         return Precision.BF16 if self is Precision.FSDP_BF16 else self
 
     @property
@@ -239,7 +242,10 @@ class Techniques(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def on_host(self) -> frozenset[str]:
-        """What is held on the host, as words of ``offload``. If parameters are offloaded, the optimizer is too."""
+        """The kinds of tensors that are held on the host, as words of ``offload``.
+
+        If parameters are offloaded, the optimizer is too.
+        """
         words = frozenset(filter(None, self.offload.split("+")))
         return words | {"optimizer"} if "parameters" in words else words
 
@@ -302,7 +308,7 @@ def read_techniques(text: str | Techniques) -> Techniques:
 
 
 def _entries(text: str) -> Iterator[tuple[str, str | int]]:
-    """Yield each technique of a text with its value; raise InvalidOption for an unknown technique or value."""
+    """Yield (technique, value) for each technique that a text lists. Raise InvalidOption for an unknown technique or value."""
     seen: set[str] = set()
     for part in text.split(",") if text.strip() else ():
         key, equals, value = (piece.strip() for piece in part.partition("="))

@@ -11,7 +11,7 @@ from plimsoll.artifacts.trace import Category
 
 
 class StepForm(enum.StrEnum):
-    """Names for how an optimizer step iterates over the parameters.
+    """Names for how an optimizer step goes through the parameters.
 
     ``LOOP``: one parameter after the other. ``FOREACH``: all parameters together, op by op (torch's choice on a GPU).
     ``FUSED``: one kernel, without temporaries.
@@ -23,14 +23,14 @@ class StepForm(enum.StrEnum):
 
 
 class Temporary(msgspec.Struct, frozen=True, kw_only=True):
-    """One tensor that an optimizer step allocates and that is alive at the step's peak."""
+    """Data: one tensor that an optimizer step allocates and that is alive at the step's peak."""
 
     label: str
     bytes: int
 
 
 class OptimizerUse(msgspec.Struct, frozen=True, kw_only=True):
-    """The memory and work of one optimizer for the parameters that one rank updates.
+    """Data: the memory and work of one optimizer for the parameters that one rank updates.
 
     ``state_bytes`` maps each parameter's name to its state on the device, ``master_bytes`` to its float32 copy of the weights.
     ``host_state_bytes`` is the state on the host (the step counters of the loop and foreach forms). ``temporaries`` are the
@@ -74,12 +74,12 @@ class OptimizerUse(msgspec.Struct, frozen=True, kw_only=True):
 
 DEFAULT_STREAM = 0
 COMMUNICATION_STREAM = 1
-"""The number of the CUDA stream for allocating buffers of collectives. The allocator does not share cached memory between
-streams."""
+"""The number of the CUDA stream on which buffers of collectives are allocated. The allocator does not share cached memory
+between streams."""
 
 
 class AllocationEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """One allocation (positive ``bytes``) or release (negative ``bytes``) of a memory block in the simulated step.
+    """Data: one allocation (positive ``bytes``) or release (negative ``bytes``) of a memory block in the simulated step.
 
     ``instant`` is its time in the step. A block that ``lasts`` exists before and after the step, so later steps neither
     allocate nor free it. The first step allocates such a block at the instant ``made``: for optimizer state, this is when the
@@ -97,7 +97,7 @@ class AllocationEvent(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AllocatorUse(msgspec.Struct, frozen=True, kw_only=True):
-    """The memory figures of torch's caching allocator, simulated for a step that repeats until the figures do not change.
+    """Data: the memory figures of torch's caching allocator, simulated for a step that repeats until the figures do not change.
 
     Requested bytes are the sizes of tensors, allocated bytes the sizes of their blocks (multiples of 512 bytes), and reserved
     bytes the sizes of all segments. A segment is memory that the allocator got from the device.
@@ -107,8 +107,8 @@ class AllocatorUse(msgspec.Struct, frozen=True, kw_only=True):
     allocated_peak_bytes: int
     reserved_peak_bytes: int
     inactive_split_bytes: int
-    """Free bytes inside segments that are partly in use, so that they cannot be returned to the device, at the moment when
-    reserved memory is at its peak."""
+    """Bytes that are free but cannot be returned to the device, because they are inside segments that are partly in use. They
+    are counted at the moment when reserved memory is at its peak."""
     segments: int
     device_allocations: int
     """How often the first step asked the device for memory, with ``cudaMalloc`` or by mapping expandable segments."""
@@ -117,7 +117,7 @@ class AllocatorUse(msgspec.Struct, frozen=True, kw_only=True):
     retries: int
     """How often the allocator returned its cached memory to the device, because the device did not have any more memory."""
     steps: int
-    """How many steps were simulated."""
+    """How many repetitions of the training step were simulated."""
     refused_bytes: int = 0
     """Bytes of the first request that the device could not satisfy; 0 if all requests fit. If a request failed, the other
     figures cover the time before it."""
@@ -125,5 +125,5 @@ class AllocatorUse(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def rounding_bytes(self) -> int:
-        """The peak of the blocks' bytes minus the peak of the requested bytes: the cost of rounding sizes up."""
+        """The bytes that rounding block sizes up costs: the peak of the blocks' bytes minus the peak of the requested bytes."""
         return self.allocated_peak_bytes - self.requested_peak_bytes

@@ -12,7 +12,7 @@ _NUMBER = re.compile(r"\d+")
 
 
 def name_call(name: str, call: int) -> str:
-    """Return the name of one call of a region: the module's name, and from the second call on also the call's number."""
+    """Return the name of one call of a region: the module's name, followed by the call's number from the second call on."""
     shown = name or "(the model)"
     return shown if call == 0 else f"{shown} (call {call + 1})"
 
@@ -38,7 +38,10 @@ def compress_names(names: Sequence[str]) -> str:
 
 
 def _varying_number(name: str, names: Sequence[str]) -> re.Match[str] | None:
-    """Return the match of the first number in ``name`` that, replaced by another number, gives another of the names."""
+    """Return the match of the number in ``name`` that varies between names; ``None`` if no number does.
+
+    It is the first number in ``name`` whose replacement by another number gives one of ``names``.
+    """
     for found in _NUMBER.finditer(name):
         before, after = name[: found.start()], name[found.end() :]
         pattern = re.compile(re.escape(before) + r"\d+" + re.escape(after))
@@ -84,7 +87,10 @@ def with_rest(rows: Sequence[tuple[str, int]], most: int) -> list[tuple[str, int
 
 
 def name_largest(rows: Sequence[tuple[str, int]], most: int = 3) -> str:
-    """Return the first ``most`` rows in words, and the sum of the others: ``4.1 GiB parameters; 0.4 GiB others``."""
+    """Return a text with the first ``most`` rows of (label, bytes), and the sum of the others.
+
+    For example: ``4.1 GiB parameters; 0.4 GiB others``.
+    """
     named = [f"{format_bytes(size)} {label}" for label, size in rows[:most]]
     rest = sum(size for _, size in rows[most:])
     return "; ".join([*named, f"{format_bytes(rest)} others"] if rest else named)
@@ -101,5 +107,5 @@ def region_in_label(label: str, regions: Iterable[str]) -> str:
 
 
 def kind_of(region: str) -> str:
-    """Return a name with its numbers replaced by ``*``. Names that differ only in numbers have the same result."""
+    """Return a region's name with its numbers replaced by ``*``. Names that differ only in numbers have the same result."""
     return re.sub(r"\d+", "*", region)

@@ -24,7 +24,7 @@ from plimsoll.units import format_bytes
 
 
 class ValueDecision(msgspec.Struct, frozen=True, kw_only=True):
-    """The decision for one saved value (a tensor that autograd saves) of one region.
+    """Data: the decision for one saved value (a tensor that autograd saves) of one region.
 
     ``bytes`` is the size of the value's storage. If several values share a storage, only the first of them has its bytes.
     ``seconds`` is the time to bring the value back: its share of the recomputation, or encoding and decoding (0 for KEEP).
@@ -50,7 +50,7 @@ class ValueDecision(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RegionPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """The decisions for one call of one region. If the decisions are empty or all KEEP, the region stays untouched.
+    """Data: the decisions for one call of one region. If they are empty or all KEEP, the region stays untouched.
 
     With ``is_boundary_dropped`` the region's input is not held either: the previous region rebuilds it.
     ``price_seconds_per_byte`` is the price of one byte held from this region's forward to the end of its backward: the seconds
@@ -90,13 +90,19 @@ class RegionPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def effect(self) -> tuple[object, ...]:
-        """A key: two region plans with equal keys do the same in their region, and differ only in predictions and reasons."""
+        """A key for comparing the plans of a region. Equal keys mean that both plans do the same in the region.
+
+        Such plans differ only in predictions and reasons.
+        """
         packed = tuple(sorted(self.packed.items()))
         return (self.call, self.dropped, packed, self.is_boundary_dropped, self.steady_inputs)
 
     @property
     def saved_ops(self) -> dict[str, tuple[int, ...]]:
-        """Maps each op's name to the positions of its kept outputs. An op is left out if any of its outputs is dropped."""
+        """Maps the name of each op whose outputs are kept to the positions of these outputs.
+
+        An op is left out if any of its outputs is dropped.
+        """
         return saved_ops([d.value for d in self.decisions if d.decision is Decision.KEEP], self.dropped)
 
     @property
@@ -106,19 +112,22 @@ class RegionPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def hiding(regions: Iterable[RegionPlan]) -> frozenset[str]:
-    """Return the names of the regions that follow a region with offloaded values: their compute hides these transfers."""
+    """Return the names of the regions whose compute hides another region's transfers over a link.
+
+    They are the regions that follow a region with offloaded values.
+    """
     return frozenset(after.name for region, after in itertools.pairwise(regions) if region.has_offload)
 
 
 class Holder(msgspec.Struct, frozen=True, kw_only=True):
-    """One tensor, or one group of tensors, that takes memory at the peak: its label and its bytes."""
+    """Data: one tensor, or one group of tensors, that takes memory at a moment of the step: its label and its bytes."""
 
     label: str
     bytes: int
 
 
 class Peak(msgspec.Struct, frozen=True, kw_only=True):
-    """The peak of the step: its moment, how many bytes are alive, and which tensors hold them (largest first)."""
+    """Data: the peak of the step: its moment, how many bytes are alive, and which tensors hold them (largest first)."""
 
     moment: str
     bytes: int
@@ -126,7 +135,7 @@ class Peak(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TimelinePoint(msgspec.Struct, frozen=True, kw_only=True):
-    """The bytes alive at one tick (the moment when one op runs), in total and for each memory category.
+    """Data: the bytes alive at one tick (the moment when one op runs), in total and for each memory category.
 
     ``unmanaged_seconds`` is the time at which the tick's op starts in the step without a plan, computed with the plan's costs.
     It does not include recomputation, codecs or transfers (``None`` in older plans, which did not record it).
@@ -148,14 +157,14 @@ class TimelinePoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FrontierPoint(msgspec.Struct, frozen=True, kw_only=True):
-    """One point of the trade-off between memory and time: a peak in bytes, and the least step time found for this peak."""
+    """Data: one point of the trade-off between memory and time: a peak in bytes, and the least step time for this peak."""
 
     peak_bytes: int
     step_seconds: float
 
 
 class CompiledUnit(msgspec.Struct, frozen=True, kw_only=True):
-    """A module that torch.compile compiles: its ``path`` in the model, and the paths of the regions inside it.
+    """Data: a module that torch.compile compiles, with its ``path`` in the model and the paths of the regions inside it.
 
     ``options`` are torch.compile's options if the plan compiles a plain module itself; ``None`` if the user compiled it.
     ``copied_inputs`` lists inputs that backward reads as copies, in the format of ``RegionCall.copied_inputs`` in the trace.
@@ -171,7 +180,10 @@ class CompiledUnit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _refuse_twice(names: list[str], what: str) -> None:
-    """Raise ValueError if two entries have the same name, because only the last of them would take effect."""
+    """Raise ValueError if a name is in the list twice, because only the last of the two entries would take effect.
+
+    ``what`` says in the error's text what the names are.
+    """
     if len(set(names)) < len(names):
         twice = next(name for name, count in Counter(names).items() if count > 1)
         raise ValueError(f"two {what} have the name {twice!r:.200}")
@@ -184,12 +196,11 @@ COLLECTIVES = "collectives"
 
 
 class Plan(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
-    """The decisions for all saved values of a step under a budget. ``plimsoll.plan`` makes a plan; ``save`` saves it.
+    """Data: the decisions for all saved values of a step under a budget. ``plimsoll.plan`` makes it; ``save`` saves it.
 
-    ``lower_bound_seconds`` bounds the step time of *any* plan that this engine could make under this model of the machine
-    (each op recomputed at most once, these costs); it does not bound the machine itself. ``price_seconds_per_byte`` is the
-    time per step that one more byte of budget would save at the solution (0 if memory is not scarce). ``str`` shows the plan
-    as a table.
+    ``lower_bound_seconds`` bounds the step time of *any* plan that this engine could make under this model of the machine (each
+    op recomputed at most once, these costs); it does not bound the machine itself. ``price_seconds_per_byte`` is the time per
+    step that one more byte of budget would save at the solution (0 if memory is not scarce). ``str`` shows the plan as a table.
     """
 
     KIND: ClassVar[str] = "plan"
@@ -257,7 +268,7 @@ class Plan(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def effect(self) -> tuple[object, ...]:
-        """A key: two plans with equal keys do the same, and differ only in predictions and reasons."""
+        """A key for comparing plans. Two plans with equal keys do the same, and differ only in predictions and reasons."""
         return tuple((region.name, *region.effect) for region in self.regions)
 
     @property
@@ -275,7 +286,7 @@ class Plan(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def predicted_overhead(self) -> float:
-        """The predicted extra time of the plan, as a share of the step time without a plan."""
+        """The predicted seconds that the plan adds to a step, as a share of the step's seconds without a plan."""
         if not self.baseline_seconds:
             return 0.0
         return self.predicted_seconds / self.baseline_seconds - 1.0
@@ -358,7 +369,7 @@ def saved_ops(kept: Iterable[str], dropped: Iterable[str]) -> dict[str, tuple[in
 
 
 def policy_file(text: str, headline: str, regions: Mapping[tuple[str, int], Mapping[str, tuple[int, ...]]]) -> str:
-    """Return the policy's source ``text`` with the decisions filled in.
+    """Return the source text of a Python file that trains with a plan's decisions: ``text`` with the decisions filled in.
 
     ``regions`` maps (region path, call number) to the saved outputs of ops, in the format of ``saved_ops``.
     """
@@ -375,7 +386,10 @@ def policy_file(text: str, headline: str, regions: Mapping[tuple[str, int], Mapp
 
 
 def _split(value: str) -> tuple[str, int]:
-    """Return the op's name and the output's position from a value's name; the op is empty for a value that no op made."""
+    """Return the name of the op that made a value, and the position of the value among the op's outputs.
+
+    Both are read from the value's name. The op's name is empty for a value that no op made.
+    """
     found = _OUTPUT.fullmatch(value)
     if found is None:
         return "", 0

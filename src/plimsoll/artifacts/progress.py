@@ -17,7 +17,7 @@ class Progress(Protocol):
 
 
 def silent(stage: str, share: float) -> None:
-    """Do nothing. This is the default callback, which ignores reports of progress."""
+    """Do nothing. It is the progress callback that is used by default: it ignores all reports."""
 
 
 def part_of(report: Progress, start: float, end: float) -> Progress:

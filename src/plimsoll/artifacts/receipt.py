@@ -35,7 +35,7 @@ def finite(number: float) -> float | None:
 
 
 class ReceiptVerdict(AdvisedEnum):
-    """The verdict of a receipt: the first member, in this order, that applies. Each member carries advice for the user."""
+    """The possible verdicts of a receipt, and advice on each. A receipt has the first verdict, in this order, that applies."""
 
     GRADIENTS_DIFFER = (
         "GRADIENTS_DIFFER",
@@ -94,10 +94,10 @@ class ReceiptVerdict(AdvisedEnum):
 
 
 class Mismatch(msgspec.Struct, frozen=True, kw_only=True):
-    """One gradient or buffer that is not equal bit for bit between the step with the plan and the unmanaged step.
+    """Data: one gradient or buffer that is not equal bit for bit between the step with the plan and the unmanaged step.
 
-    ``baseline_max_absolute_difference`` is how far two unmanaged runs of the same step differ on this tensor;
-    ``None`` if that difference is not finite.
+    ``baseline_max_absolute_difference`` is how far two unmanaged runs of the same step differ on this tensor; ``None`` if that
+    difference is not finite.
     """
 
     name: str
@@ -107,7 +107,7 @@ class Mismatch(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_within_spread(self) -> bool:
-        """Whether two unmanaged runs differ on this tensor by at least as much as the run with the plan."""
+        """Whether the plan changes this tensor by at most as much as two runs without a plan differ on it."""
         if self.max_absolute_difference is None:
             return False
         spread = self.baseline_max_absolute_difference
@@ -115,7 +115,7 @@ class Mismatch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Intermediate(msgspec.Struct, frozen=True, kw_only=True):
-    """One comparison of a module's output, or of the output's gradient, between the runs with and without the plan.
+    """Data: a comparison of one module's output, or of the output's gradient, between the runs with and without the plan.
 
     ``call`` is the number of the module's call in the step.
     """
@@ -129,7 +129,7 @@ class Intermediate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Slope(msgspec.Struct, frozen=True, kw_only=True):
-    """A check of the gradient against the loss: the slope of the loss in the direction of the gradient, found in two ways.
+    """Data: a check of the gradient against the loss: the slope of the loss along the gradient, found in two ways.
 
     ``expected`` follows from the gradient. ``measured`` comes from losses at shifted parameters under the same random numbers
     (central differences, loss per unit of length). ``measured_error`` is the difference between the results of two step
@@ -153,7 +153,7 @@ class Slope(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RegionOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """How one call of one region was handled (``engine``), and why (``reason``).
+    """Data: how the engine handled one call of one region (``engine``), and why (``reason``).
 
     Autograd saved ``activation_bytes`` in this call. Of these, ``droppable_bytes`` could be recomputed bit for bit, and this
     plan recomputed ``dropped_bytes``.
@@ -169,7 +169,7 @@ class RegionOutcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Claim(msgspec.Struct, frozen=True, kw_only=True):
-    """The predicted and the measured peak and step time of one plan.
+    """Data: the predicted and the measured peak and step time of one plan.
 
     The measured peak is the peak of the first managed step, which also records the ops to repeat, or of a later step.
     """
@@ -192,11 +192,11 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Confirmation(msgspec.Struct, frozen=True, kw_only=True):
-    """The comparison of a plan, made with roofline costs of ``cost_device``, with measurements on that device.
+    """Data: how measurements on a device compare with a plan that was made without the device.
 
-    ``given`` holds the predicted and measured figures of the original plan. If they disagree, the step is traced and timed on
-    the device, and a second plan is made: ``revised`` holds its figures, and ``revised_verdict`` its receipt's verdict. If a
-    second plan could not be made, ``obstacle`` says why.
+    The plan was made with roofline costs of ``cost_device``. ``given`` holds the predicted and measured figures of the original
+    plan. If they disagree, the step is traced and timed on the device, and a second plan is made: ``revised`` holds its
+    figures, and ``revised_verdict`` its receipt's verdict. If a second plan could not be made, ``obstacle`` says why.
     """
 
     cost_device: str
@@ -215,12 +215,18 @@ class Confirmation(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_peak_off(self) -> bool:
-        """Whether the measured peak exceeds the budget or differs from the prediction by more than the tolerance."""
+        """Whether the measured peak of the original plan exceeds the budget, or differs too much from the prediction.
+
+        Too much is more than ``peak_tolerance``, a share of the measured peak.
+        """
         return self.is_over_budget or abs(self.given.peak_error) > self.peak_tolerance
 
     @property
     def is_time_off(self) -> bool:
-        """Whether the measured step time differs from the prediction by more than the tolerance."""
+        """Whether the measured step time of the original plan differs too much from the prediction.
+
+        Too much is more than ``seconds_tolerance``, a share of the measured time.
+        """
         return abs(self.given.seconds_error) > self.seconds_tolerance
 
     @property
@@ -230,13 +236,13 @@ class Confirmation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Receipt(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
-    """The evidence for one plan on one batch. ``plimsoll.verify`` makes one; ``str`` shows it.
+    """Data: the evidence for one plan on one batch, from running the step. ``plimsoll.verify`` makes it; ``str`` shows it.
 
     If ``strategy`` is ``own``, there was nothing to plan or predict: the receipt compares the model's own checkpointing,
     offloading or compiled budget with the same model where that method is switched off. ``method`` names the method found.
 
-    Peaks count everything that the step allocates on the device. Seconds are medians over ``steps`` steps; their spread is
-    half the distance between the quartiles.
+    Peaks count everything that the step allocates on the device. Seconds are medians over ``steps`` steps; their spread is half
+    the distance between the quartiles.
     """
 
     KIND: ClassVar[str] = "receipt"
@@ -345,7 +351,7 @@ class Receipt(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def verdict(self) -> ReceiptVerdict:
-        """The first verdict that applies; see ``ReceiptVerdict``."""
+        """The verdict of this receipt: the first member of ``ReceiptVerdict`` that applies."""
         gradients = self._verdict_on_gradients()
         if gradients is ReceiptVerdict.GRADIENTS_DIFFER or self._slope_disagrees:
             return ReceiptVerdict.GRADIENTS_DIFFER
@@ -386,7 +392,7 @@ class Receipt(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def _is_rounding(self, mismatch: Mismatch) -> bool:
-        """Return whether differently compiled kernels, which round differently, explain this difference."""
+        """Return True if kernels that were compiled differently, and so round differently, explain a tensor's difference."""
         relative = mismatch.max_relative_difference
         return relative is not None and relative <= self.rounding_tolerance
 
@@ -396,7 +402,7 @@ class Receipt(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
         return self.is_lossless and self.slope is not None and self.slope.disagrees
 
     def _losses_agree(self, gradients: ReceiptVerdict) -> bool:
-        """Return whether both runs have the same losses.
+        """Return True if the runs with and without the plan have the same losses, as far as they have to.
 
         The losses of several steps have to be equal only if the gradients are equal, because otherwise the weights drift apart.
         """

@@ -25,7 +25,7 @@ class Origin(enum.StrEnum):
 
 
 class Value(msgspec.Struct, frozen=True, kw_only=True):
-    """One version of one storage: each write to a storage makes a new value.
+    """Data: one version of one storage, in the graph of a region. Each write to a storage makes a new value.
 
     ``bytes`` is the number of bytes that rebuilding the value allocates: the size of the whole storage, or of one iteration's
     part if a loop runs the region and the storage holds the values of all iterations. ``storage`` is the id of the storage in
@@ -46,7 +46,7 @@ class Value(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RegionOp(msgspec.Struct, frozen=True, kw_only=True):
-    """One op of the region's forward.
+    """Data: one op of the region's forward.
 
     ``reads`` and ``writes`` are ids of values. An in-place op reads the old version of a storage and writes the new version.
     ``cost_key`` names the op with its shapes in ``Costs``; ``tick`` is the op's position in the traced step. ``obstacle`` is
@@ -69,11 +69,11 @@ class RegionOp(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Slot(msgspec.Struct, frozen=True, kw_only=True):
-    """One tensor that autograd saved.
+    """Data: one tensor that autograd saved for backward.
 
     ``value`` is ``-1`` for tensors that Plimsoll does not manage (parameters, tensors whose storage it never saw). ``packed``,
-    ``unpacked`` and ``released`` are ticks of the traced step: the slot is saved before op ``packed`` starts, first read
-    before op ``unpacked`` starts (``-1``: never), and freed before op ``released`` starts. If the slot ``is_overwritten``, op
+    ``unpacked`` and ``released`` are ticks of the traced step: the slot is saved before op ``packed`` starts, first read before
+    op ``unpacked`` starts (``-1``: never), and freed before op ``released`` starts. If the slot ``is_overwritten``, op
     ``released`` is the last reader of its tensor and writes over the tensor.
     """
 
@@ -91,7 +91,7 @@ class Slot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RegionGraph(msgspec.Struct, frozen=True, kw_only=True):
-    """The ops, values and slots (tensors that autograd saved) of one region call; an id is a position in its tuple.
+    """Data: the ops, values and slots (tensors that autograd saved) of one region call; an id is a position in its tuple.
 
     ``outputs`` are the ids of the values that the region returns.
     """

@@ -86,7 +86,10 @@ def from_json(text: str | bytes, *, source: str = "the text") -> Artifact:
 
 
 def _unwrap_odd_numbers(node: Any) -> Any:
-    """Return the same data with objects such as ``{"plimsoll.number": "inf"}`` replaced by floats (here infinity)."""
+    """Return data read from JSON with infinity and NaN put back as floats.
+
+    The file contains objects such as ``{"plimsoll.number": "inf"}`` instead.
+    """
     if isinstance(node, dict):
         if node.keys() == {NUMBER} and node[NUMBER] in ("inf", "-inf", "nan"):
             return float(node[NUMBER])
@@ -97,7 +100,7 @@ def _unwrap_odd_numbers(node: Any) -> Any:
 
 
 _AMOUNTS = ("by_category", "classes", "budget_bytes_of_ranks")
-"""Fields whose values are mappings from names to bytes."""
+"""Names of fields that map names to numbers of bytes."""
 _DIFFERENCES = ("saved_bytes", "lowers_bytes")
 """The fields of bytes that may be negative, because they are differences."""
 _MOST_NUMBER = 1e30
@@ -131,7 +134,7 @@ def _check_fields(given: object, known: object, place: str, *, is_amount: bool =
 
 
 def _check_version(found: object, known: int, *, kind: str, source: str) -> None:
-    """Raise ``PlanFileError`` if a file's schema version is not valid or newer than the newest known version."""
+    """Raise ``PlanFileError`` if a file's schema version is not valid, or is newer than ``known``, the newest known version."""
     if not isinstance(found, int) or isinstance(found, bool) or found < 1:
         raise PlanFileError(
             f"{source} does not have a valid schema version.",

@@ -41,7 +41,10 @@ class Category(enum.StrEnum):
 
 
 class Storage(msgspec.Struct, frozen=True, kw_only=True):
-    """One allocation of the step. It is alive from tick ``born`` until before tick ``dies``; op ``t`` runs at tick ``t``."""
+    """Data: one allocation of the step.
+
+    It is alive from tick ``born`` until before tick ``dies``; op ``t`` runs at tick ``t``.
+    """
 
     id: int
     bytes: int
@@ -56,9 +59,10 @@ class Storage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TraceOp(msgspec.Struct, frozen=True, kw_only=True):
-    """One op of the traced step; ``cost_key`` names the op together with its shapes. ``Trace.ops`` has the order of execution.
+    """Data: one op of the traced step; ``cost_key`` names the op together with its shapes.
 
-    ``region`` is the position of the region call in ``Trace.regions``; ``-1`` for an op outside all regions.
+    ``Trace.ops`` has the order of execution. ``region`` is the position of the region call in ``Trace.regions``; ``-1`` for an
+    op outside all regions.
     """
 
     name: str
@@ -69,14 +73,14 @@ class TraceOp(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OpSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What a roofline needs to compute the time of one distinct op: FLOPs, bytes read and written, dtype of the arithmetic.
+    """Data: what a roofline needs to compute the time of one distinct op: FLOPs, bytes read and written, arithmetic's dtype.
 
     For a collective, ``group`` is the dimension of the layout over which it runs (``tp``, ``cp``, ``ep``, ``dp``, ``pp``), and
-    ``moved_bytes`` is the size of the whole tensor on one rank: the gathered, reduced or exchanged tensor.
-    For a matrix product, ``product`` is batch, rows, columns and inner size. ``is_causal`` marks attention whose kernel skips
-    the masked half of the scores; ``flops`` counts that half too. ``beside`` lists cost keys of matrix products that overlap
-    with this collective, which then runs in pieces. ``copies`` is the number of ranks that get each row of an exchange, if the
-    exchange never sends a row twice to the same rank or node; otherwise it is 0.
+    ``moved_bytes`` is the size of the whole tensor on one rank: the gathered, reduced or exchanged tensor. For a matrix
+    product, ``product`` is batch, rows, columns and inner size. ``is_causal`` marks attention whose kernel skips the masked
+    half of the scores; ``flops`` counts that half too. ``beside`` lists cost keys of matrix products that overlap with this
+    collective, which then runs in pieces. ``copies`` is the number of ranks that get each row of an exchange, if the exchange
+    never sends a row twice to the same rank or node; otherwise it is 0.
     """
 
     name: str
@@ -91,10 +95,10 @@ class OpSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TraceParameter(msgspec.Struct, frozen=True, kw_only=True):
-    """One parameter of the traced model.
+    """Data: one parameter of the traced model.
 
-    ``storage`` is the id of the parameter's storage in the trace (``-1``: the step does not use the parameter). ``aliases``
-    are the other names of a tied parameter.
+    ``storage`` is the id of the parameter's storage in the trace (``-1``: the step does not use the parameter). ``aliases`` are
+    the other names of a tied parameter.
     """
 
     name: str
@@ -109,7 +113,7 @@ class TraceParameter(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RegionCall(msgspec.Struct, frozen=True, kw_only=True):
-    """One call of one region in the step.
+    """Data: one call of one region (a module that Plimsoll manages) in the step.
 
     ``kind`` is the same text for all calls with equal graphs (names without the region's own prefix), so that these calls can
     share decisions. ``forward`` and ``backward`` are half-open ranges of ticks. ``obstacle`` is empty if recipes (lists of ops
@@ -139,7 +143,7 @@ class RegionCall(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Trace(msgspec.Struct, frozen=True, kw_only=True):
-    """The record of one training step of one model on one batch; a plan is made from it. Data only."""
+    """Data: the record of one training step of one model on one batch, with its ops and storages. Plans are made from it."""
 
     schema_version: int = SCHEMA_VERSION
     model: str
@@ -169,16 +173,16 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WatchedStep(msgspec.Struct, frozen=True, kw_only=True):
-    """The record of one step that ran unmodified, including what the step does by itself to save memory (checkpointing).
+    """Data: the record of one step that ran unmodified, including what the step does by itself to save memory.
 
-    In a trace for planning, lifetimes of storages do not include the time that saved tensors hold them. Here they do, and
-    ``trace`` includes the ops of forward that run again in backward.
+    An example is checkpointing. In a trace for planning, lifetimes of storages do not include the time that saved tensors hold
+    them. Here they do, and ``trace`` includes the ops of forward that run again in backward.
 
     ``trace`` does not have regions. Ticks below ``forward_end`` belong to forward, ticks from there to ``backward_end`` to
-    backward. ``recomputed`` lists the ticks of ops that ran forward again within backward. ``output_ends`` maps each storage
-    of the step's output to the tick at which it would be freed if the output did not hold it. ``first_writes`` maps a
-    gradient's storage that existed before the step to the tick at which it is first written. ``without_gradient`` names the
-    parameters that do not get a gradient.
+    backward. ``recomputed`` lists the ticks of ops that ran forward again within backward. ``output_ends`` maps each storage of
+    the step's output to the tick at which it would be freed if the output did not hold it. ``first_writes`` maps a gradient's
+    storage that existed before the step to the tick at which it is first written. ``without_gradient`` names the parameters
+    that do not get a gradient.
     """
 
     trace: Trace
@@ -192,7 +196,7 @@ class WatchedStep(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def runs_gpu_kernels(device_name: str) -> bool:
-    """Return whether a device of this name runs GPU kernels. True unless the name contains "cpu".
+    """Return True if a device of this name runs GPU kernels: True unless the name contains "cpu".
 
     Example:
         >>> runs_gpu_kernels("H100-SXM"), runs_gpu_kernels("laptop-CPU")

@@ -15,11 +15,12 @@ from plimsoll.artifacts.verdict import IntervalEstimate
 UNCOMPRESSED = "none"
 """The name of the method that does not compress: the baseline for all other methods."""
 LEAST_SAVED_SHARE = 0.02
-"""A method must save at least this share of the step, because it makes the gradients inexact."""
+"""A share of the step's time. A method of compression counts as useful only if it saves at least this share, because it makes
+the gradients inexact."""
 
 
 class MethodTraffic(msgspec.Struct, frozen=True, kw_only=True):
-    """The figures of one method of sending the gradients.
+    """Data: the figures of one method of sending the gradients, such as one codec.
 
     ``sent_bytes`` are the bytes that each rank sends per step. ``measured_local_seconds`` is the time of the work before,
     between and after the transfers (encoding, decoding). Both step times are without the optimizer. A saved share is the time
@@ -38,12 +39,12 @@ class MethodTraffic(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Traffic(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
-    """The time of a step with each method of gradient compression. ``str`` shows it as text.
+    """Data: the time of a data-parallel step with each method of gradient compression. ``str`` shows it as text.
 
     ``methods`` begins with the uncompressed method. ``exchanges`` is the number of DDP's buckets or of FSDP2's units.
-    ``measured_silent_seconds`` is the time of a step that does not send gradients, ``measured_forward_seconds`` the time of
-    its forward. A transfer takes ``measured_latency_seconds`` + bytes that each rank sends / ``measured_bytes_per_second``.
-    If ``assumed_bytes_per_second`` is set, predictions use that bandwidth instead.
+    ``measured_silent_seconds`` is the time of a step that does not send gradients, ``measured_forward_seconds`` the time of its
+    forward. A transfer takes ``measured_latency_seconds`` + bytes that each rank sends / ``measured_bytes_per_second``. If
+    ``assumed_bytes_per_second`` is set, predictions use that bandwidth instead.
     """
 
     KIND: ClassVar[str] = "traffic"
@@ -68,7 +69,7 @@ class Traffic(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
     methods: tuple[MethodTraffic, ...]
 
     def least_saved_share(self, method: MethodTraffic) -> float:
-        """Return the share of the step that a method saves at least.
+        """Return the share of the step's time that a method saves at least.
 
         It is the low end of the measured interval. For an assumed bandwidth it is the predicted share.
         """

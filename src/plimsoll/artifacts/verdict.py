@@ -16,7 +16,10 @@ from plimsoll.artifacts.base import AdvisedEnum, ArtifactBase
 
 
 class Ruling(AdvisedEnum):
-    """The ruling of a probe, which trains with and without a plan: the first member, in this order, that applies."""
+    """The possible rulings of a probe, which trains with and without a plan.
+
+    The first one, in this order, that applies counts.
+    """
 
     BASELINE_DIVERGED = (
         "BASELINE_DIVERGED",
@@ -63,7 +66,7 @@ class Outcome(enum.StrEnum):
 
 
 class Rule(msgspec.Struct, frozen=True, kw_only=True):
-    """One rule of a verdict: what the rule allows, what was found (in words and numbers), and the outcome.
+    """Data: one rule of a verdict: what the rule allows, what was found (in words and numbers), and the outcome.
 
     If the outcome is ``OPEN``, ``missing`` says which data is missing.
     """
@@ -78,7 +81,7 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class IntervalEstimate(msgspec.Struct, frozen=True, kw_only=True):
-    """A number with its confidence interval, from ``low`` to ``high``."""
+    """Data: a number with its confidence interval, from ``low`` to ``high``."""
 
     value: float
     low: float
@@ -86,7 +89,7 @@ class IntervalEstimate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NormSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """A summary of the gradient norms of one arm (one of the two training runs): quantiles, spikes and tails.
+    """Data: a summary of the gradient norms of one arm (one of the two training runs): quantiles, spikes and tails.
 
     ``quantiles`` are taken at ``NORM_QUANTILES``. ``spikes`` counts norms far above the running median. ``kurtosis`` is the
     excess over the kurtosis of a normal distribution.
@@ -108,7 +111,7 @@ WHOLE_MODEL = "whole model"
 
 
 class NormComparison(msgspec.Struct, frozen=True, kw_only=True):
-    """The gradient norms of one block (or of the whole model) with and without the plan, at the same steps.
+    """Data: the gradient norms of one block (or of the whole model) with and without the plan, at the same steps.
 
     ``shift`` is the mean change of the norm, as a share: 0.1 is a tenth larger. ``p_value`` comes from a two-sample test
     (Kolmogorov-Smirnov distance, arms swapped by whole runs of steps); ``adjusted_p_value`` is corrected for the number of
@@ -124,12 +127,12 @@ class NormComparison(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GradientComparison(msgspec.Struct, frozen=True, kw_only=True):
-    """The plan's gradient compared with the unmanaged gradient g, over ``samples`` steps.
+    """Data: the plan's gradient compared with the unmanaged gradient g, over ``samples`` steps.
 
     In each step, parameters, batch and random state are the same for both gradients. ``relative_error`` is ‖Δg‖ / ‖g‖, and
     ``largest_error`` is the largest such error seen. ``cosine`` is the cosine of the angle between the two gradients. ``gain``
-    is the length of the plan's gradient in the direction of g, divided by the length of g (1: neither shortened nor
-    stretched). ``cosine`` and ``gain`` are ``None`` if there are too few samples for an interval.
+    is the length of the plan's gradient in the direction of g, divided by the length of g (1: neither shortened nor stretched).
+    ``cosine`` and ``gain`` are ``None`` if there are too few samples for an interval.
     """
 
     block: str
@@ -141,11 +144,11 @@ class GradientComparison(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ArmSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """The results of one arm (one of the two training runs): losses, speed and peak.
+    """Data: the results of one arm (one of the two training runs): losses, speed and peak.
 
-    ``final_loss`` is the mean loss of the last ``Verdict.window`` steps. ``steps_to_target`` is the first step at which
-    the mean loss over a window of that length is at most the target loss; ``None`` if it never is. ``seconds_to_target`` is
-    this number of steps times the median seconds of a step. ``held_out_loss`` is the mean over the held-out batches, and
+    ``final_loss`` is the mean loss of the last ``Verdict.window`` steps. ``steps_to_target`` is the first step at which the
+    mean loss over a window of that length is at most the target loss; ``None`` if it never is. ``seconds_to_target`` is this
+    number of steps times the median seconds of a step. ``held_out_loss`` is the mean over the held-out batches, and
     ``perplexity`` is its exponential.
     """
 
@@ -161,7 +164,7 @@ class ArmSummary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Curves(msgspec.Struct, frozen=True, kw_only=True):
-    """For each step, the loss and the norm of the whole gradient, with and without the plan; ``None`` if not finite."""
+    """Data: the loss and the norm of the whole gradient at each step, with and without the plan; ``None`` if not finite."""
 
     baseline_losses: tuple[float | None, ...]
     plan_losses: tuple[float | None, ...]
@@ -170,10 +173,10 @@ class Curves(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Verdict(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
-    """Training under a plan compared with training without one. ``plimsoll.probe`` makes one; ``str`` shows it.
+    """Data: how training under a plan compares with training without one. ``plimsoll.probe`` makes it; ``str`` shows it.
 
-    ``decided_by`` names the rule that gave the ruling; ``missing`` says what an undecided verdict lacks.
-    ``comparisons`` and ``gradients`` begin with the whole model.
+    ``decided_by`` names the rule that gave the ruling; ``missing`` says what an undecided verdict lacks. ``comparisons`` and
+    ``gradients`` begin with the whole model.
     """
 
     KIND: ClassVar[str] = "verdict"

@@ -68,9 +68,10 @@ class _Region:
     buffer_share: float = 0.0
 
     def sent_share(self, a: int, b: int) -> float:
-        """Return the least share of the sent bytes B that is on the device from instant a to b, between forward and backward.
+        """Return the least share of a region's sent bytes that is on the device from instant a to instant b.
 
-        No transfer may begin or end between the two instants.
+        Both instants are between forward and backward, and no transfer begins or ends between them. The sent bytes are B of the
+        program.
         """
         is_leaving = any(b <= until for until in self.sent_until)
         is_back = any(a >= since for since in self.back_from)
@@ -131,11 +132,11 @@ class LowerBound:
         return self.index.base_seconds + max(float(result.fun) - 1e-7, 0.0) * self.scale_seconds
 
     def _lines(self) -> Iterator[Line]:
-        """Return the lines (lower bounds of seconds) of the hulls of all regions."""
+        """Yield the lines (lower bounds of seconds) of all regions, from the lower convex hulls of their choices."""
         return (line for region in self.regions for line in region.hull.lines)
 
     def _add_lines(self, rows: _Rows) -> None:
-        """Add the rows 2, which bound each region's seconds from below, to the program."""
+        """Add the rows 2 of the module's legend to the linear program: they bound each region's seconds from below."""
         count = len(self.regions)
         for at, region in enumerate(self.regions):
             for line in region.hull.lines:
@@ -151,7 +152,10 @@ class LowerBound:
                 )
 
     def _add_transfers(self, rows: _Rows) -> None:
-        """Add the rows 6, which bound the waiting for transfers, to the program: one for each region and direction."""
+        """Add the rows 6 of the module's legend to the linear program: they bound the seconds of waiting for transfers.
+
+        Each region has one row for each direction.
+        """
         count = len(self.regions)
         link = self.index.forms.link
         for at, view in enumerate(self.index.views):
@@ -167,7 +171,10 @@ class LowerBound:
                 )
 
     def _add_limits(self, rows: _Rows) -> None:
-        """Add the rows 7, the limits on the error and the sent bytes of all regions, to the program."""
+        """Add the rows 7 of the module's legend to the linear program.
+
+        They limit the error and the sent bytes of all regions together.
+        """
         count = len(self.regions)
         if 0 < self.limits.squared_error < math.inf:
             share = self.scale_error / self.limits.squared_error
@@ -215,7 +222,7 @@ class LowerBound:
 
 
 class _Rows:
-    """Collects rows of a sparse table. Each row has an upper limit for its sum (``right``)."""
+    """Collects the rows of a linear program in a sparse table. Each row has an upper limit for its sum (``right``)."""
 
     def __init__(self, columns: int) -> None:
         self._columns = columns
@@ -223,19 +230,19 @@ class _Rows:
         self.right: list[float] = []
 
     def add(self, *entries: tuple[int, float], at_most: float) -> None:
-        """Add one row, given as (column, number) pairs, whose sum is limited to ``at_most``."""
+        """Add one row: the sum of its entries, given as (column, number) pairs, must not exceed ``at_most``."""
         self._entries += [(len(self.right), column, number) for column, number in entries]
         self.right.append(at_most)
 
     def table(self) -> csr_array:
-        """Return all rows as one sparse table."""
+        """Return all rows that were added, as one sparse table of the linear program's coefficients."""
         at = np.array([(row, column) for row, column, _ in self._entries], dtype=np.int64).reshape(-1, 2)
         numbers = np.array([number for _, _, number in self._entries], dtype=np.float64)
         return coo_array((numbers, (at[:, 0], at[:, 1])), shape=(len(self.right), self._columns)).tocsr()
 
 
 def _describe(index: StepIndex, view: RegionView, choice_set: ChoiceSet) -> _Region:
-    """Return the numbers of one region that the program needs."""
+    """Return the numbers of one region that the linear program needs: its bytes, its reads, and its transfers."""
     frame = frame_of(index, view)
     bytes_of = held_bytes(index, view)
     length = max(frame.stop - frame.start, 0)
@@ -282,10 +289,10 @@ def _describe(index: StepIndex, view: RegionView, choice_set: ChoiceSet) -> _Reg
 
 
 def _shares_of_sent(view: RegionView) -> tuple[float, float]:
-    """Return two numbers: the least bytes of sources, and of buffers, that are on the device for each byte sent.
+    """Return two numbers for the transfers of one region: bytes on the device for each byte sent, before and after.
 
-    A source is the tensor that is sent out, a buffer receives the value when it returns. If two values share one source, the
-    first number is 0.
+    Before the transfer they are in the source, the tensor that is sent out. After it they are in the buffer that receives the
+    value. Both numbers are the least over the region's values. If two values share one source, the first number is 0.
     """
     ratios, storages = [], []
     for value in view.decided:
@@ -299,9 +306,9 @@ def _shares_of_sent(view: RegionView) -> tuple[float, float]:
 
 
 def _relief(index: StepIndex) -> Ints:
-    """Return an array with, for each instant, the bytes that R may count twice.
+    """Return an array with, for each instant, the bytes that R (what regions hold) may count although they are alive anyway.
 
-    These are storages that are alive anyway for a part of the time between forward and backward.
+    They are in storages that are alive under any plan for a part of the time between forward and backward.
     """
     change = np.zeros(index.instants + 1, dtype=np.int64)
     for view in index.views:
@@ -324,7 +331,10 @@ def _least_fixed(index: StepIndex, *, boundaries: bool) -> Ints:
 
 
 def _without_boundaries(index: StepIndex) -> Ints:
-    """Return an array with the fixed bytes at each instant, if all region inputs that can be rebuilt were dropped."""
+    """Return an array with, for each instant, the bytes alive under any plan, if regions drop their inputs.
+
+    Only inputs that can be rebuilt are dropped.
+    """
     linked = {view.call.index: boundary_values(index, view) for view in index.views}
     fixed = index.fixed.copy()
     storages = {index.views[r].graph.values[v].storage for r, values in linked.items() for v in values}

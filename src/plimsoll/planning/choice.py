@@ -26,7 +26,8 @@ from plimsoll.planning.replay_schedule import recipe_ops
 from plimsoll.planning.step import RegionView, StepIndex, provider_of
 
 Packed = frozenset[tuple[int, str]]
-"""A set of (value, form): the id of a value in the region's graph, and the name of the value's form."""
+"""A set of pairs (value, form). The value is an id in the region's graph; the form is the name of the codec or link that holds
+the value."""
 
 
 @dataclass(frozen=True)
@@ -44,18 +45,18 @@ class Choice:
 
     @cached_property
     def forms(self) -> dict[int, str]:
-        """Maps each packed value to the name of its form, a codec or a link."""
+        """A mapping from each packed value to the name of its form, which is a codec or a link."""
         return dict(self.packed)
 
     def without(self, values: frozenset[int]) -> Choice:
-        """Return the same choice, except that these values are not held in any form."""
+        """Return a copy of this choice that does not hold the given values: neither kept, nor compressed, nor offloaded."""
         if not values:
             return self
         packed = frozenset((value, form) for value, form in self.packed if value not in values)
         return Choice(self.kept - values, packed, self.is_boundary_dropped)
 
     def as_is(self, values: frozenset[int]) -> Choice:
-        """Return the same choice, except that these values are kept unchanged if they were compressed or offloaded."""
+        """Return a copy of this choice that keeps the given values unchanged, if they were compressed or offloaded."""
         packed = frozenset((value, form) for value, form in self.packed if value not in values)
         if len(packed) == len(self.packed):
             return self
@@ -64,7 +65,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Data: limits on what all regions together may spend apart from memory.
+    """Data: limits on the gradient error and on the offloaded bytes of all regions together. Memory is limited elsewhere.
 
     ``squared_error`` limits the square of the relative gradient error. ``link_bytes`` limits the offloaded bytes; ``None`` if
     they are not limited.
@@ -84,32 +85,36 @@ class Limits:
         return self.link_bytes is None or link_bytes <= self.link_bytes
 
     def are_within(self, others: Limits) -> bool:
-        """Return True if everything that these limits allow is also allowed by the other limits."""
+        """Return True if these limits are at least as strict as ``others``: what they allow, the others allow too."""
         if others.link_bytes is not None and (self.link_bytes is None or self.link_bytes > others.link_bytes):
             return False
         return self.squared_error <= others.squared_error
 
 
 def forms_of(view: RegionView, choice: Choice) -> list[Form]:
-    """Return a list with the form (codec or link) of each packed value, a value that is compressed or offloaded."""
+    """Return a list with the form (codec or link) of each value that a region's choice compresses or offloads."""
     return [view.form(value, name) for value, name in choice.packed]
 
 
 def link_bytes(view: RegionView, choice: Choice) -> int:
-    """Return the number of bytes that a region's offloaded values take at the other end of the link."""
+    """Return the bytes that a region's offloaded values take in the memory at the other end of the link (the host's)."""
     return sum(form.link_bytes for form in forms_of(view, choice))
 
 
 def packing_seconds(index: StepIndex, view: RegionView, choice: Choice) -> float:
-    """Return the seconds that a choice's compressed and offloaded values add: to encode, to decode, to wait for the link."""
+    """Return the seconds per step that one region's compressed and offloaded values add.
+
+    They are the seconds to encode and decode values, and to wait for the link.
+    """
     forms = forms_of(view, choice)
     return sum(form.seconds for form in forms) + _waiting_seconds(index, view, forms)
 
 
 def _waiting_seconds(index: StepIndex, view: RegionView, forms: list[Form]) -> float:
-    """Return the seconds of transfers, in both directions, that the compute of the next region does not hide.
+    """Return the seconds that the step waits for one region's transfers over the link, out and back together.
 
-    If the step's transfers follow another schedule, the seconds are taken from that schedule.
+    A transfer makes the step wait for the part of its time that the compute of the next region does not hide. If the step's
+    transfers follow another schedule, the seconds are taken from that schedule.
     """
     if index.transfers is not None:
         return index.transfers.waiting_seconds.get(view.call.index, 0.0)
@@ -134,9 +139,10 @@ def choice_error(view: RegionView, choice: Choice) -> float:
 
 
 def step_error(index: StepIndex, choices: Sequence[Choice], linked: Mapping[int, frozenset[int]]) -> float:
-    """Return the squared relative gradient error that all regions' compressed and offloaded values are expected to cause.
+    """Return the squared relative gradient error that the compressed and offloaded values of all regions should cause.
 
-    ``linked`` maps each region whose input is dropped to the input values that are not held.
+    ``choices`` has one choice for each region. ``linked`` maps each region whose input is dropped to the ids of the input
+    values that are not held.
     """
     total = 0.0
     noises: list[_Noise] = []
@@ -152,7 +158,7 @@ def step_error(index: StepIndex, choices: Sequence[Choice], linked: Mapping[int,
 
 
 def form_error(view: RegionView, choice: Choice, value: int) -> float:
-    """Return the relative gradient error that the form (codec) of one value adds.
+    """Return the relative gradient error that one value of a region adds because a codec stores it with loss.
 
     The error comes from the saved tensors (slots) that hold the value, and from all values that are rebuilt from the value.
     """
@@ -164,9 +170,10 @@ def form_error(view: RegionView, choice: Choice, value: int) -> float:
 
 
 class _Noise:
-    """Computes the squared noise (relative error) that the values of one region have when backward reads them.
+    """A computation for one region: the squared noise (relative error) that its values have when backward reads them.
 
-    ``linked`` maps the inputs that the region before rebuilds to their squared noise.
+    Noise comes from values that are stored with loss, and passes to all values rebuilt from them. ``linked`` maps the region's
+    dropped inputs, which the region before rebuilds, to their squared noise.
     """
 
     def __init__(self, view: RegionView, choice: Choice, linked: Mapping[int, float]) -> None:
@@ -200,11 +207,11 @@ class _Noise:
         return sum(self._of_leaves.get(leaf, 0.0) for leaf in leaves)
 
     def leaves(self, value: int) -> tuple[int, ...]:
-        """Return the held values that a value is rebuilt from; if the value is held, only the value itself."""
+        """Return the ids of the held values that a value is rebuilt from; if the value itself is held, only its own id."""
         return (value,) if value in self._held else recipe_ops(self._view.graph, value, self._held)[1]
 
     def of_output(self, storage: int) -> float:
-        """Return the squared noise (relative error) of the region's output in ``storage``, as the next region reads it."""
+        """Return the squared noise (relative error) of the region's output in ``storage``, as the next region receives it."""
         graph = self._view.graph
         outputs = [value for value in graph.outputs if graph.values[value].storage == storage]
         return max(math.inf if value in self._private else self.squared(value) for value in outputs)

@@ -29,26 +29,31 @@ from plimsoll.planning.pins import pinned
 from plimsoll.planning.step import RegionView, StepIndex, slot_stop
 
 _ENUMERATED_CHOICES = 512
-"""If a region has at most this many possible choices, all of them are generated, so that plans can be proven optimal."""
+"""If a region has at most this many possible choices (ways to treat its saved values), all of them are generated. Then plans
+can be proven optimal."""
 _FLIPS_PER_CHOICE = 3
 _PEAKS_REPRICED = 4
 _PEAK_ROUNDS = 2
-"""How often variants of the choices are made. Variants of variants can lower a peak further, but each round measures about as
-many choices as the round before."""
+"""How often variants of the choices are made; the second round makes variants of variants. They can lower a peak further, but
+each round measures about as many choices as the round before."""
 _DESCENTS_AT_MOST = 12
 _TELLING = 12
-"""About this many samples of each curve are compared before whole curves are compared."""
+"""To compare two curves of bytes quickly, about this many of their points are compared first, and whole curves only if these
+points do not decide."""
 _LEAST_RETAINED, _MOST_RETAINED = 4, 5
-"""Columns of the least and of the most bytes that a choice retains, in the table that compares choices."""
+"""Numbers of two columns in the table that compares choices: the least and the most bytes that a choice holds between forward
+and backward."""
 _PAIRED_VALUES = 10
-"""Pairs of flips are tried only among this many largest values, because the number of pairs is quadratic."""
+"""To flip a value is to drop it if it is kept, and the reverse. Flips of two values together are tried only among this many
+largest values, because the number of pairs is quadratic."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChoiceSet:
-    """Data: the choices of one region, with the memory and time that each adds (``effects``). Alike regions share one set.
+    """Data: all choices of one region, and the memory and time that each adds (``effects``). Alike regions share one set.
 
-    With ``is_complete``, each other choice has the same effect as one of these, or is worse, and all effects are exact.
+    With ``is_complete``, every possible choice that is missing has the same effect as one in the set, or is worse. All effects
+    are then exact.
     """
 
     effects: tuple[Effect, ...]
@@ -57,7 +62,10 @@ class ChoiceSet:
 
 
 def prices_of(index: StepIndex, view: RegionView) -> Prices:
-    """Return the bytes and seconds that the minimum cut (see ``cut``) weighs for a region."""
+    """Return, for one region, the bytes that holding each value costs and the seconds that running each op again costs.
+
+    The minimum cut of the module ``cut`` weighs them against each other.
+    """
     seconds = tuple(index.replay_seconds(op.cost_key) for op in view.graph.ops)
     return Prices(held_bytes=dict(held_bytes(index, view)), op_seconds=seconds, modes=modes_of(view))
 
@@ -97,7 +105,10 @@ def generate_choices(
 
 
 class _Generator:
-    """Generates the choices of one kind of region, and computes the effect (memory and time) of each choice once."""
+    """Generates the choices (ways to treat saved values) of one kind of region, and computes each choice's effect once.
+
+    The effect of a choice is the memory and the time that it adds to the step.
+    """
 
     most_squared_error = 0.0
 
@@ -113,12 +124,16 @@ class _Generator:
         self.known: dict[Choice, Effect] = {}
         self._left: tuple[Effect, ...] = ()
         self._weighed = 0
-        """The number of known choices that ``_left`` already takes into account."""
+        """How many of the measured choices have already been compared to find those that no other choice beats (``_left``)."""
         self.peaks: dict[Choice, int] = {}
-        """Maps each choice to the peak in bytes during the region's own backward, if nothing is held for other regions."""
+        """Maps each measured choice (a way to treat the region's saved values) to a peak in bytes: the highest during the
+        region's own backward, if nothing is held for other regions."""
 
     def measure(self, choices: Iterable[Choice]) -> None:
-        """Compute the effects (added memory and time) of these choices, except of choices that are already known."""
+        """Compute and store the effects (added memory and time) of these choices.
+
+        Choices that were measured before are skipped.
+        """
         new = [c for c in dict.fromkeys(pinned(self.view, choice) for choice in choices) if c not in self.known]
         effects = self.measuring.measure(new)
         self.known.update(zip(new, effects, strict=True))
@@ -126,9 +141,11 @@ class _Generator:
             self.peaks.update((e.choice, int((self.fixed + e.backward).max())) for e in effects)
 
     def generate(self, given: Iterable[Choice], explored: Collection[Choice]) -> ChoiceSet:
-        """Return all choices if they are few; otherwise those on hulls, and choices near them.
+        """Return the set of choices for this kind of region.
 
-        A hull is the lower convex hull of bytes held and seconds. One is found without other forms, and one with them.
+        If there are few possible choices, the set has all of them. Otherwise it has the choices on lower convex hulls of bytes
+        held and seconds, and choices near them. One hull is found without other forms, and one with compressed and offloaded
+        values.
 
         ``given`` are choices to include. ``explored`` are the choices of similar regions: if they exist, fewer variants are
         measured, because little would be new.
@@ -147,9 +164,9 @@ class _Generator:
         return ChoiceSet(self._usable(), hull, is_complete=False)
 
     def _explore(self, prices: Prices, rounds: int) -> Hull:
-        """Measure choices on the lower convex hull of bytes held and seconds, and near it. Return the hull.
+        """Measure choices on and near the lower convex hull of bytes held and seconds, and return this hull.
 
-        ``rounds`` says how often variants are made.
+        ``prices`` are the bytes and seconds that the search weighs. ``rounds`` says how often variants of the choices are made.
         """
         # All ops take the same time here, so that the lowest peak found does not depend on measured times.
         timeless = dataclasses.replace(prices, op_seconds=(1e-6,) * len(prices.op_seconds))
@@ -160,11 +177,11 @@ class _Generator:
         return hull
 
     def _explore_forms(self) -> Hull:
-        """Measure choices on the hulls with compressed and offloaded forms, and near them; return a hull with the lines of all.
+        """Measure choices that compress or offload values, on and near lower convex hulls; return one hull for all of them.
 
-        A hull is the lower convex hull of bytes held and seconds, and its lines bound all choices from below.
-
-        A hull is found for each of several prices of gradient error and of bytes on the link, which all regions share.
+        A hull is the lower convex hull of (bytes held, seconds). One is found for each of several prices of gradient error and
+        of bytes on the link, because all regions share both. The returned hull has the lines of all these hulls; the lines
+        bound all choices from below.
         """
         known = set(self.known)
         sweeps = list(packing_sweeps(self.prices, self.most_squared_error / self.alike))
@@ -179,26 +196,32 @@ class _Generator:
         return Hull(hull.cuts, tuple(lines))
 
     def _sweep(self, prices: Sequence[Prices]) -> list[Hull]:
-        """Return the lower convex hull (bytes held, seconds) for each entry of ``prices``; measure the choices on it."""
+        """Find the lower convex hull of (bytes held, seconds) for each entry of ``prices``, and measure the choices on it.
+
+        Return a list with these hulls.
+        """
         hulls = self.sweeper.sweep(prices)
         self.measure(cut.choice for hull in hulls for cut in hull.cuts)
         return hulls
 
     def _usable(self) -> tuple[Effect, ...]:
-        """Return the effects (memory, time) of measured choices whose error is small enough and that no other choice beats."""
+        """Return the effects (added memory and time) of the measured choices that are worth giving to the solver.
+
+        Their gradient error is small enough, and no other choice is at least as good in everything.
+        """
         new = itertools.islice(self.known.values(), self._weighed, None)
         self._left = _undominated([*self._left, *(effect for effect in new if self._is_usable(effect))])
         self._weighed = len(self.known)
         return self._left
 
     def _is_usable(self, effect: Effect) -> bool:
-        """Return True if the gradient error of a choice is finite and small enough."""
+        """Return True if the gradient error of one choice, taken from its effect, is finite and within the limit."""
         return effect.squared_error <= self.most_squared_error and not math.isinf(effect.squared_error)
 
     def _variants(self, prices: Prices, effects: tuple[Effect, ...]) -> dict[Choice, None]:
-        """Return choices near the given ones, which differ in values that are alive at the peak of the region's backward.
+        """Return variants of the given choices: each differs in values that are in memory at the peak of the region's backward.
 
-        The result is a dict without values, used as an ordered set.
+        ``effects`` belong to the given choices. The result is a dict without values, used as an ordered set.
         """
         view = self.view
         if not len(self.fixed):
@@ -257,9 +280,10 @@ class _Generator:
                 left = stuck
 
     def _height(self, choice: Choice, others: int) -> tuple[int, float]:
-        """Return a choice's peak in bytes if ``others`` regions of this kind hold their bytes too, and its seconds.
+        """Return two numbers for one choice: the peak in bytes, and the seconds that the choice adds to the step.
 
-        A choice with too large an error has the largest number as its peak.
+        The peak counts ``others`` further regions of this kind that hold their bytes too. A choice with too large an error has
+        the largest number as its peak.
         """
         effect = self.known[choice]
         if not self._is_usable(effect):
@@ -268,7 +292,7 @@ class _Generator:
 
 
 def _every_choice(view: RegionView) -> Iterable[Choice] | None:
-    """Return an iterable of all choices of a region; ``None`` if there are more than 512."""
+    """Return an iterable of all possible choices of a region; ``None`` if there are more than 512."""
     states = [[("keep", v), *([("drop", v)] if v in view.droppable else [])] for v in view.decided]
     for value, options in zip(view.decided, states, strict=True):
         entry = view.forms.get(value)
@@ -285,25 +309,29 @@ def _every_choice(view: RegionView) -> Iterable[Choice] | None:
 
 
 def _keep(choice: Choice, values: Iterable[int]) -> Choice:
-    """Return the same choice, except that these values are kept."""
+    """Return a copy of the choice that keeps these values unchanged, whatever the choice did with them before."""
     wanted = frozenset(values)
     return Choice(choice.without(wanted).kept | wanted, choice.without(wanted).packed)
 
 
 def _flip(choice: Choice, values: Iterable[int]) -> Choice:
-    """Return the same choice, except that these values are flipped: kept values are recomputed, all others are kept."""
+    """Return a copy of the choice with these values flipped: kept values are recomputed, all others are kept."""
     wanted = frozenset(values)
     rest = choice.without(wanted)
     return Choice(rest.kept | (wanted - choice.kept), rest.packed)
 
 
 def _is_read_by(index: StepIndex, view: RegionView, value: int, instant: int) -> bool:
-    """Return True if a value is in memory at an instant whatever is decided, because backward reads its saved tensor."""
+    """Return True if backward needs a value's saved tensor at an instant, so that any choice has the value in memory then."""
     return any(2 * slot.unpacked <= instant < slot_stop(index.trace, slot) for slot in view.slots_of[value])
 
 
 def _undominated(effects: list[Effect]) -> tuple[Effect, ...]:
-    """Return the effects that no other effect beats or equals in seconds, error, bytes on the link and at each instant."""
+    """Return the effects of the choices that no other choice dominates.
+
+    A choice dominates another if it is at most as large in seconds, in gradient error, in bytes on the link, and in added bytes
+    at each instant.
+    """
     order = sorted(
         effects,
         key=lambda e: (
@@ -345,6 +373,6 @@ def _undominated(effects: list[Effect]) -> tuple[Effect, ...]:
 
 
 def _retained_range(effect: Effect) -> tuple[int, int]:
-    """Return the least and the most bytes that a choice adds at any instant between the region's forward and backward."""
+    """Return two numbers: the least and the most bytes that a choice adds between the region's forward and its backward."""
     least = effect.retained_bytes - sum(relief.size for relief in effect.relief if relief.size > 0)
     return least, effect.retained_bytes - sum(relief.size for relief in effect.relief if relief.size < 0)

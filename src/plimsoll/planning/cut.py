@@ -45,16 +45,17 @@ Mask = npt.NDArray[np.bool_]
 
 _FINITE_TOTAL = 2**29
 _INFINITE = 2**30
-"""Larger than all finite capacities together, so no minimum cut crosses such an edge; fits the 32 bits of scipy's flow."""
+"""The capacity of an edge that a minimum cut must not cross. It is larger than all finite capacities together, and fits the 32
+bits of scipy's flow."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """Data: one form that a value may take (a codec's payload, or a transfer over a link), and what the form costs.
+    """Data: one form that a value may take instead of being held unchanged, and what the form costs.
 
-    ``held_bytes`` stay on the device, ``seconds`` is the least time for packing the value and bringing it back,
-    ``squared_error`` the squared gradient error, and ``link_bytes`` the bytes sent. A form that ``is_private`` serves only
-    the saved tensors of the value itself: no other value can be recomputed from it.
+    A form is a codec's payload, or a transfer over a link. ``held_bytes`` stay on the device, ``seconds`` is the least time for
+    packing the value and bringing it back, ``squared_error`` the squared gradient error, and ``link_bytes`` the bytes sent. A
+    form that ``is_private`` serves only the saved tensors of the value itself: no other value can be recomputed from it.
     """
 
     form: str
@@ -67,12 +68,11 @@ class Mode:
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """Data: the costs that a minimum cut weighs to find the cheapest choice. ``op_seconds`` has, for each op of the region, the
-    seconds to run it again.
+    """Data: what one region's decisions cost, apart from the price of a byte. A minimum cut weighs these costs.
 
-    ``held_bytes`` maps each value that can be stored to the bytes that holding it adds: the values that are decided about, and
-    the inputs that are copied. ``modes`` maps values to their additional forms. ``error_price`` is in seconds per squared
-    relative error.
+    ``op_seconds`` has, for each op of the region, the seconds to run it again. ``held_bytes`` maps each value that can be
+    stored to the bytes that holding it adds: the values that are decided about, and the inputs that are copied. ``modes`` maps
+    values to their additional forms (compressed or offloaded). ``error_price`` is in seconds per squared relative error.
     """
 
     held_bytes: dict[int, float]
@@ -81,7 +81,7 @@ class Prices:
     error_price: float = 0.0
 
     def seconds(self, mode: Mode) -> float:
-        """Return the seconds of a form (a codec or a link) plus the price of its error."""
+        """Return the seconds that a form (a codec or a link) costs, with the price of its gradient error added."""
         return mode.seconds + self.error_price * mode.squared_error
 
 
@@ -104,7 +104,7 @@ class Cut:
 
     @property
     def choice(self) -> Choice:
-        """The choice that keeps and packs these values."""
+        """The choice (what the region does with its values) that keeps and packs the values of this cut."""
         return Choice(self.kept, self.packed)
 
 
@@ -125,7 +125,7 @@ class Network:
         self.read = sorted({graph.slots[slot].value for slot in graph.backward_order} & set(view.decided))
         held_anyway = view.free | view.forced
         self.held = [value.id for value in graph.values if value.id not in held_anyway]
-        """The values that have an edge for being held, in the order of these edges."""
+        """The ids of the values that have an edge for being held, in the order of these edges."""
         edges = [(SOURCE, self.value_node(value)) for value in self.read]
         for value in self.held:
             producer = graph.values[value].producer
@@ -139,7 +139,7 @@ class Network:
         self.tails, self.heads = ends[:, 0], ends[:, 1]
 
     def value_node(self, value: int) -> int:
-        """Return the number of the node ``x_v``: value v is available in backward."""
+        """Return the number of the graph's node ``x_v``, which says whether value v is available in backward."""
         return 2 + value
 
     def capacities(self, offers: Offers, prices_seconds_per_byte: Floats) -> Floats:
@@ -159,7 +159,9 @@ class Network:
 
     @cached_property
     def _places(self) -> tuple[npt.NDArray[np.int64], ...]:
-        """Three arrays, for the entries of the flow's matrix in one copy of the graph: row, column and number of the edge.
+        """Three arrays that place one copy of the graph in the flow's matrix.
+
+        They have the row, the column and the edge of each entry.
 
         Each edge has an entry, and so has its reverse (with the number -1). Two more entries connect the copy's source and sink
         with the source and sink that all copies share.
@@ -242,13 +244,15 @@ class Offers:
             self._tables.append((held_bytes, seconds, found))
 
     def shared(self, prices_seconds_per_byte: Floats) -> tuple[Floats, npt.NDArray[np.int64]]:
-        """Return two tables, with a row for each price and a column for each value: the least cost of holding the value for
-        all its readers, and the number of the way that has this cost.
+        """Return the cheapest way to hold each value for all its readers, at each price of a byte.
+
+        The result is two tables, with a row for each price and a column for each value: the cost of this way, and the number of
+        this way.
         """
         return self._least(0, prices_seconds_per_byte)
 
     def private(self, prices_seconds_per_byte: Floats) -> tuple[Floats, npt.NDArray[np.int64]]:
-        """Return two tables like ``shared``, for holding a value only for its own saved tensors (slots).
+        """Return two tables like ``shared``, but with the cheapest way to hold each value only for its own saved tensors.
 
         The cost is infinite if the value does not have a form of this kind.
         """
@@ -261,12 +265,12 @@ class Offers:
         return np.take_along_axis(costs, ways[:, :, None], axis=2)[:, :, 0], ways
 
     def mode(self, value: int, way: int, *, is_private: bool) -> Mode | None:
-        """Return the form (codec or link) with this number; ``None`` for number 0, the unchanged value."""
+        """Return the form (codec or link) of a value that has the number ``way``; ``None`` for 0, the unchanged value."""
         return self._tables[is_private][2][value][way - 1] if way else None
 
 
 def solve_cuts(network: Network, requests: Sequence[tuple[Offers, Floats]]) -> list[list[Cut]]:
-    """Return the cheapest choices of one region.
+    """Return the cheapest choices (what to keep, to pack and to recompute) of one region at many prices of a byte.
 
     Args:
         network: the region's network.
@@ -296,7 +300,10 @@ def solve_cuts(network: Network, requests: Sequence[tuple[Offers, Floats]]) -> l
 
 
 def _read_off(network: Network, offers: Offers, prices: Floats, reached: Mask, lower: Floats) -> list[Cut]:
-    """Translate the source sides of minimum cuts into a list of choices with their costs, one for each price of memory."""
+    """Translate solved minimum cuts into choices of one region with their costs, one for each price of a byte.
+
+    ``reached`` says which nodes of the graph are on the source side of each cut.
+    """
     view, graph = network.view, network.view.graph
     weights = offers.prices
     available = reached[:, 2 : network.first_op]

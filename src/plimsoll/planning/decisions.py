@@ -54,7 +54,7 @@ def decide(simulation: Simulation, prices_seconds_per_byte: Sequence[float]) -> 
 
 
 def write_plan(simulation: Simulation, baseline: Simulation, strategy: str, region_prices: Sequence[float]) -> Plan:
-    """Return a plan for a simulated step, without a budget and without a lower bound.
+    """Return a plan for a simulated step that a strategy made. The plan has neither a budget nor a lower bound.
 
     Args:
         simulation: the step under its choices.
@@ -95,7 +95,7 @@ def write_plan(simulation: Simulation, baseline: Simulation, strategy: str, regi
 def _retained_bytes(
     index: StepIndex, view: RegionView, choice: Choice, schedule: Schedule, linked: frozenset[int], counted: set[int]
 ) -> int:
-    """Return the number of bytes that a region holds between its forward and backward.
+    """Return the number of bytes that a region holds between its forward and its backward, if it follows a choice.
 
     A storage that several regions hold counts only at the first of them: ``counted`` collects the storages counted so far.
     """
@@ -154,7 +154,10 @@ def _decisions(
 
 
 def _packed(index: StepIndex, view: RegionView, choice: Choice, value: int, size: int, price: float) -> ValueDecision:
-    """Return the decision, with its reason, for a value that is held in another form (compressed or offloaded)."""
+    """Return the decision about one value that is compressed or offloaded, with its reason.
+
+    ``size`` is the value's bytes, and ``price`` the seconds per step that one held byte costs.
+    """
     entry, form = view.graph.values[value], view.form(value, choice.forms[value])
     saved = max(entry.bytes - form.held_bytes, 1)
     cost = f"{form.name} costs {format_seconds(form.seconds * MIB / saved)}/MiB"
@@ -174,7 +177,10 @@ def _packed(index: StepIndex, view: RegionView, choice: Choice, value: int, size
 
 
 def _seconds_to_rebuild(index: StepIndex, view: RegionView, value: int, choice: Choice) -> float:
-    """Return the seconds of recomputing a value if nothing else ran again; infinite if the value cannot be rebuilt."""
+    """Return the seconds of recomputing one value from the held values; infinite if the value cannot be rebuilt.
+
+    The seconds are those of all ops on the way, as if no other value were recomputed.
+    """
     if value not in view.droppable:
         return math.inf
     ops, _ = recipe_ops(view.graph, value, (view.leaves | choice.kept | choice.forms.keys()) - {value})
@@ -182,7 +188,7 @@ def _seconds_to_rebuild(index: StepIndex, view: RegionView, value: int, choice: 
 
 
 def _schedule(view: RegionView, choice: Choice) -> Schedule:
-    """Return the schedule of one region's recomputation of dropped values, as if the region's inputs were held."""
+    """Return how and when one region recomputes the values that a choice drops, as if the region's inputs were held."""
     inputs = frozenset(view.movable) - choice.kept - choice.forms.keys()
     dropped = view.everything - choice.kept - choice.forms.keys() - inputs
     return build_schedule(view.graph, view.leaves | choice.kept | inputs, dropped, packed=choice.forms)

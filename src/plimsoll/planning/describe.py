@@ -74,7 +74,7 @@ def describe_peak(simulation: Simulation) -> Peak:
 
 
 def waiting_bytes(simulation: Simulation) -> int:
-    """Return the number of bytes that the other micro-batches in flight hold while they wait for their backward."""
+    """Return the bytes that other micro-batches hold on a pipeline stage while they wait for their backward."""
     return held_bytes(simulation) * simulation.index.waiting
 
 
@@ -165,20 +165,21 @@ def classes_at_peak(simulation: Simulation, curves: Mapping[str, Ints] | None = 
 
 
 def holders_at(simulation: Simulation, instant: int) -> tuple[Holder, ...]:
-    """Return the tensors or groups that take memory at an instant, each with its bytes, largest first."""
+    """Return a list of tensors, or groups of tensors, in memory at an instant, with their bytes, largest first."""
     return describe_peak(dataclasses.replace(simulation, peak_instant=instant)).holders
 
 
 def forward_end(trace: Trace) -> int:
-    """Return the position of the first op that is not in forward."""
+    """Return the position, in the list of the step's ops, of the first op that does not belong to forward."""
     ticks = (tick for tick, op in enumerate(trace.ops) if op.phase is not Phase.FORWARD)
     return next(ticks, len(trace.ops))
 
 
 def rebuilt_parts(simulation: Simulation) -> tuple[RecomputedPart, ...]:
-    """Return one entry for each region that recomputes: the most bytes of rebuilt values, and the number of ops run again.
+    """Return one entry for each region that recomputes, with the most bytes of rebuilt values and the ops that run again.
 
-    Regions that are rebuilt together (one drops its input, the other rebuilds it) share one entry.
+    Regions that are rebuilt together share one entry: one of them drops its input, and the other rebuilds this input. Ops are
+    counted, not listed.
     """
     replays = StepReplays(simulation.index, simulation.choices)
     return tuple(
@@ -216,9 +217,10 @@ def allocation_events(simulation: Simulation) -> tuple[AllocationEvent, ...]:
 
 
 class _Log:
-    """Collects allocations and releases of a step, and sorts them by instant and by their order within the instant.
+    """Collects the allocations and releases of one simulated step, and sorts them by time.
 
-    Events at the same place stay in the order of recording.
+    Time is the instant (a moment before or during an op) and the order within the instant. Events at the same place stay in the
+    order of recording.
     """
 
     def __init__(self, index: StepIndex) -> None:
@@ -229,12 +231,15 @@ class _Log:
         self.optimizer_instant = 2 * next(optimizer, len(index.trace.ops))
 
     def sorted(self) -> tuple[AllocationEvent, ...]:
-        """Return all events in the order of the step."""
+        """Return all recorded allocations and releases, ordered by their time in the step."""
         self.entries.sort(key=lambda entry: entry[:2])
         return tuple(event for _, _, event in self.entries)
 
     def storages(self, replays: StepReplays) -> None:
-        """Add the storages of the trace for the time that they are alive or saved for backward, parameters first."""
+        """Record the allocation and release of each storage of the trace, parameters first.
+
+        A storage lives as long as the trace holds it or a region holds it for backward.
+        """
         for storage in sorted(self.index.trace.storages, key=_place_at_start):
             is_state = storage.born < 0 and storage.category is not Category.INPUT
             is_shared = is_state and _contains(self.index.covered(storage.id), self.index.handover)
@@ -245,14 +250,18 @@ class _Log:
                     self._waiting(span, storage.bytes, storage.label, storage.category)
 
     def extras(self, replays: StepReplays) -> None:
-        """Add copies of inputs, payloads of compressed and offloaded values, and the memory for making the payloads."""
+        """Record the memory that the plan itself needs.
+
+        It is needed for copies of inputs, for payloads (what compressed and offloaded values leave on the device), and for
+        making payloads.
+        """
         for (start, stop), size, label in replays.extras():
             span = (start, max(start, stop))
             self._span(span, size, label, Category.ACTIVATION)
             self._waiting(span, size, label, Category.ACTIVATION)
 
     def workspaces(self) -> None:
-        """Add the memory that ops allocate internally while they run."""
+        """Record the workspaces: memory that each op allocates when it begins and frees when it ends."""
         sizes = self.index.trace.workspaces
         for tick, op in enumerate(self.index.trace.ops):
             size = sizes.get(op.cost_key, 0)
@@ -260,7 +269,7 @@ class _Log:
                 self._span((2 * tick + 1, 2 * tick + 2), size, f"workspace of {op.name}", Category.TEMPORARY)
 
     def rebuilt(self, outcome: Replay) -> None:
-        """Add the buffers of one replay (the recomputation of linked regions), in the order of allocations and releases."""
+        """Record the buffers of one replay (the recomputation of linked regions), in the order of allocations and releases."""
         first = self.blocks
         for buffer in outcome.buffers:
             if buffer.bytes:
@@ -269,7 +278,10 @@ class _Log:
         self.blocks += 1 + max((buffer.buffer for buffer in outcome.buffers), default=0)
 
     def _waiting(self, span: Span, size: int, label: str, category: Category) -> None:
-        """Add a copy of a tensor for each waiting micro-batch, if the tensor is alive between forward and backward."""
+        """Record one more copy of a tensor for each micro-batch that waits for its backward.
+
+        This applies only if the tensor is alive between forward and backward (``span``).
+        """
         stop = min(self.index.last_wait, self.index.instants)
         if _contains([span], self.index.handover):
             for _ in range(self.index.waiting):

@@ -17,9 +17,10 @@ from plimsoll.planning.step import Ints, RegionView, Span, StepIndex, merge, slo
 
 @dataclass(frozen=True, slots=True)
 class RegionFrame:
-    """Data: the instants of one region: its forward ``[entry, exit)``, and its backward ``[start, stop)``.
+    """Data: when one region runs, in instants: its forward ``[entry, exit)``, and its backward ``[start, stop)``.
 
-    Its backward ends when the last of its saved tensors is released, which may be late.
+    An instant is a moment before or during an op. The backward ends when the last of the region's saved tensors is released,
+    which may be late.
     """
 
     entry: int
@@ -43,7 +44,10 @@ class Relief(NamedTuple):
     is_before_backward: bool = False
 
     def span(self, frame: RegionFrame) -> Span:
-        """Return the first instant and the end of this part of the time, in the step of a region with these instants."""
+        """Return when this relief applies in the step of a given region: the first instant, and the first instant after it.
+
+        A relief is a number of bytes that a choice does not add for a part of the time between forward and backward.
+        """
         origin = frame.start if self.is_before_backward else frame.exit
         return origin + self.start, origin + self.stop
 
@@ -74,7 +78,10 @@ class Effect:
 
 
 def frame_of(index: StepIndex, view: RegionView) -> RegionFrame:
-    """Return the instants of a region's forward and backward in its step."""
+    """Return when a region runs in its step: the instants of the region's forward and backward.
+
+    An instant is a moment before or during an op.
+    """
     entry, exit_ = view.call.forward
     start, stop = view.call.backward
     stops = [2 * stop, *(slot_stop(index.trace, slot) for v in view.decided for slot in view.slots_of[v])]
@@ -83,7 +90,7 @@ def frame_of(index: StepIndex, view: RegionView) -> RegionFrame:
 
 
 def own_cover(index: StepIndex, frame: RegionFrame, storage: int) -> list[Span]:
-    """Return the spans of instants at which a storage is alive whatever is decided, within the time of one region.
+    """Return the spans of instants at which a storage is alive under any plan, within the time of one region.
 
     This time is from the end of the region's forward to the end of its backward.
     """
@@ -96,16 +103,19 @@ def is_between(frame: RegionFrame, spans: list[Span]) -> bool:
 
 
 def relief_spans(index: StepIndex, frame: RegionFrame, storage: int) -> list[Span]:
-    """Return the spans, between a region's forward and backward, at which a storage is alive whatever is decided.
+    """Return the spans, between a region's forward and backward, at which a storage is alive under any plan.
 
-    The result is empty if the storage is alive all that time.
+    Holding the storage then adds no bytes. The result is empty if the storage is alive all that time.
     """
     covered = own_cover(index, frame, storage)
     return [] if is_between(frame, covered) else merge((a, min(b, frame.start)) for a, b in covered)
 
 
 def likeness(index: StepIndex, view: RegionView) -> Hashable:
-    """Return a key that is equal for two regions if their choices add equal memory and time."""
+    """Return a key that is equal for two regions if equal choices add equal memory and time in both.
+
+    So the effects of choices have to be measured only once for such regions.
+    """
     frame = frame_of(index, view)
     graph = view.graph
 
@@ -132,7 +142,7 @@ def program(view: RegionView) -> Hashable:
 
 
 def structure(view: RegionView) -> Hashable:
-    """Return a key that is equal for two regions if they have the same choices, whatever the choices cost."""
+    """Return a key that is equal for two regions if they have the same possible choices, whatever the choices cost."""
     graph = view.graph
     ops = tuple((op.reads, op.writes, op.obstacle) for op in graph.ops)
     values = tuple((v.bytes, v.producer, v.origin.value) for v in graph.values)
@@ -145,9 +155,9 @@ def structure(view: RegionView) -> Hashable:
 
 
 def _windows(index: StepIndex, view: RegionView) -> Hashable:
-    """Return a key of when transfers of this region begin and end, and how many seconds of compute hide them.
+    """Return a key of when a region's transfers over the link begin and end, and how many seconds of compute hide them.
 
-    ``None`` if the region cannot offload anything.
+    Regions with equal keys wait equally long. ``None`` if the region cannot offload anything.
     """
     after = index.neighbour(view.call.index)
     if after is None or not any(form.link_bytes for entry in view.forms.values() for form in entry.forms):
@@ -158,7 +168,7 @@ def _windows(index: StepIndex, view: RegionView) -> Hashable:
 
 
 def held_bytes(index: StepIndex, view: RegionView) -> dict[int, int]:
-    """Return a mapping from values to the bytes that holding them adds between the region's forward and backward.
+    """Return a mapping from each value of a region to the bytes that holding it adds between forward and backward.
 
     It contains the values that are decided about, and the inputs that would be copied. An input that forward does not write to
     any more adds 0 here: it is held without a copy, and other regions may hold it too.

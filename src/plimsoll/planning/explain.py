@@ -20,7 +20,8 @@ from plimsoll.planning.step import RegionView
 from plimsoll.units import MIB, budget_text, format_bytes, format_bytes_up, format_seconds
 
 _WORTH_CHUNKING = 0.05
-"""An error suggests a chunked loss only if it lowers the floor (the lowest peak of all plans) by more than this share."""
+"""A share of the floor, which is the lowest peak of all plans. An error suggests a chunked loss only if that lowers the floor
+by more than this share."""
 
 
 def floor_error(
@@ -59,7 +60,7 @@ def floor_error(
 
 
 def strategy_error(strategy: str, budget_bytes: int, peak: Peak, floor_bytes: int) -> BudgetBelowFloor:
-    """Return the error for a named strategy whose peak exceeds the budget."""
+    """Return the error for a named strategy whose peak exceeds the budget. It names the largest tensors at this peak."""
     if floor_bytes <= budget_bytes:
         advice = f"strategy='auto', whose floor is {format_bytes(floor_bytes)}"
     else:
@@ -97,7 +98,10 @@ def name_holders(peak: Peak) -> str:
 
 
 def notes_about_peak(simulation: Simulation, baseline: Simulation) -> tuple[str, ...]:
-    """Return one sentence for a plan that lowers the memory after forward much more than the peak; else an empty tuple."""
+    """Return a note on a plan that frees much memory at the end of forward but hardly lowers the peak.
+
+    The note is one sentence in a tuple. The tuple is empty for other plans. ``baseline`` is the step without a plan.
+    """
     resident, before = _resident_bytes(simulation), _resident_bytes(baseline)
     saved = before - resident
     if saved <= 0 or baseline.peak_bytes - simulation.peak_bytes >= saved // 2:
@@ -111,7 +115,7 @@ def notes_about_peak(simulation: Simulation, baseline: Simulation) -> tuple[str,
 
 
 def _resident_bytes(simulation: Simulation) -> int:
-    """Return the number of bytes alive when the last region's forward has ended."""
+    """Return the bytes alive in a simulated step when the last region's forward has ended."""
     views = simulation.index.views
     if not views:
         return 0
@@ -119,7 +123,10 @@ def _resident_bytes(simulation: Simulation) -> int:
 
 
 def notes_about_forms(simulation: Simulation) -> tuple[str, ...]:
-    """Return sentences that say why a plan does not compress, or does not offload, although it was allowed to."""
+    """Return sentences that say why a plan does not compress or offload any value, although the user allowed this.
+
+    The tuple is empty if there is nothing to explain.
+    """
     index = simulation.index
     forms = [form for view in index.views for entry in view.forms.values() for form in entry.forms]
     used = {name for choice in simulation.choices for _, name in choice.packed}
@@ -152,7 +159,7 @@ def optimizer_floor_error(budget_bytes: int, floor_bytes: int, where: str = "") 
 
 
 def after_backward_floor_error(budget_bytes: int, floor_bytes: int) -> BudgetBelowFloor:
-    """Return the error for a budget below the memory that was measured between the last backward and the next forward."""
+    """Return the error for a budget below the memory that was measured after backward, before the next forward."""
     return BudgetBelowFloor(
         f"budget {format_bytes(budget_bytes)} is below what a training step takes after backward, {format_bytes(floor_bytes)}.",
         why="parameters, gradients, the optimizer's step, and what the training loop makes until the next forward are alive "
@@ -181,7 +188,7 @@ def worth(price: float) -> str:
 
 
 def why_kept(view: RegionView, value: int) -> str:
-    """Return the reason, as text, why a value is always kept."""
+    """Return a text with the reason why one value of a region is kept under every plan."""
     if view.call.obstacle:
         return f"the region is not managed: {view.call.obstacle}"
     entry = view.graph.values[value]

@@ -23,7 +23,7 @@ import numpy as np
 Sizes = tuple[int, ...]
 """The sizes of a batch, in a fixed order: for example examples and tokens, or every dimension of every tensor."""
 Term = tuple[int, ...]
-"""A product of powers of the dimensions, as the exponent of each dimension."""
+"""A product of powers of a batch's dimensions, such as b·s². It is stored as the exponent of each dimension: (1, 2)."""
 
 _MOST_DEGREES = 3
 _MOST_TERMS = 3
@@ -48,12 +48,15 @@ class Expression:
     is_known: bool = True
 
     def exactly_at(self, dimensions: Sizes) -> Fraction:
-        """Return the exact value of the expression at these dimensions, as a fraction."""
+        """Return the value that the expression has for a batch with these dimensions, as an exact fraction."""
         terms = zip(self.terms, self.coefficients, strict=True)
         return sum((c * power(term, dimensions) for term, c in terms), Fraction(0))
 
     def at(self, dimensions: Sizes) -> int:
-        """Return the value of the expression at these dimensions, rounded up; 0 instead of a negative value."""
+        """Return the value that the expression has for a batch with these dimensions, as a whole number.
+
+        It is rounded up, and 0 instead of a negative value.
+        """
         return max(0, math.ceil(self.exactly_at(dimensions)))
 
 
@@ -68,7 +71,7 @@ def power(term: Term, dimensions: Sizes) -> int:
 
 
 class Dimensions:
-    """Finds which sizes of a batch vary independently between the known batches, and reduces batches to these sizes.
+    """Finds which sizes of a batch vary independently, and reduces each batch to these sizes.
 
     A size that is always the same multiple of another size, or of the product of two sizes, depends on them; strides are an
     example. A size of 0 or 1 decides which operations run, so it is a part of the structure and must not vary.
@@ -78,7 +81,8 @@ class Dimensions:
         self._first = points[0]
         self._columns: list[int] = []
         self._followers: list[tuple[int, tuple[int, ...]]] = []
-        """The position of each dependent size, with the positions of the sizes it is a multiple of (none if it is constant)."""
+        """A list of (position, positions) for the dependent sizes of a batch: the position of such a size, and the positions of
+        the sizes whose product it is a multiple of. If the size is constant, the second tuple is empty."""
         for column, sizes in enumerate(zip(*points, strict=True)):
             leaders = () if len(set(sizes)) == 1 else self._find_leaders(points, column)
             if leaders is None:
@@ -93,7 +97,7 @@ class Dimensions:
         return len(self._columns)
 
     def of(self, sizes: Sizes) -> Sizes:
-        """Return the independent sizes of a batch, in their order."""
+        """Return those sizes of a batch that vary independently of the others, in their order."""
         return tuple(sizes[column] for column in self._columns)
 
     def scaled(self, sizes: Sizes, multiples: Sizes) -> Sizes:
@@ -106,13 +110,19 @@ class Dimensions:
         return tuple(size * factors[column] for column, size in enumerate(sizes))
 
     def can_tell(self, sizes: Sizes) -> bool:
-        """Return True if a batch differs from the known batches only in independent sizes and in sizes that depend on them."""
+        """Return True if the known batches suffice to say how a batch's sizes depend on each other.
+
+        The batch may differ from the known batches only in independent sizes, and in sizes that depend on them as before.
+        """
         return same_structure(sizes, self._first) and all(
             self._follows(sizes, column, leaders) for column, leaders in self._followers
         )
 
     def _find_leaders(self, points: Sequence[Sizes], column: int) -> tuple[int, ...] | None:
-        """Return the one or two independent sizes whose product times a constant is this size at all points; else ``None``."""
+        """Return the positions of one or two independent sizes that determine the size in a column, or ``None``.
+
+        The size must be a constant times their product at all points (known batches).
+        """
         single = ((leader,) for leader in self._columns)
         groups = itertools.chain(single, itertools.combinations_with_replacement(self._columns, 2))
         return next((g for g in groups if all(self._follows(point, column, g) for point in points)), None)
@@ -127,12 +137,18 @@ class Dimensions:
 
 
 def same_structure(one: Sizes, other: Sizes) -> bool:
-    """Return True if two batches have equally many sizes, and each size that is 0 or 1 in one batch is the same in both."""
+    """Return True if two batches may run the same ops, as far as their sizes show.
+
+    They must have equally many sizes, and each size that is 0 or 1 in one batch must be the same in both.
+    """
     return len(one) == len(other) and all(a == b or min(a, b) > 1 for a, b in zip(one, other, strict=True))
 
 
 class Fitter:
-    """Finds expressions for numbers that were all counted at the same points (the independent sizes of known batches)."""
+    """Finds the expression (a sum of products of dimensions) for a number that was counted at several known batches.
+
+    All numbers are counted at the same points: the independent sizes of the known batches.
+    """
 
     def __init__(self, points: Sequence[Sizes]) -> None:
         self._points = tuple(points)
@@ -155,7 +171,7 @@ class Fitter:
 
     @cached_property
     def terms(self) -> tuple[Term, ...]:
-        """The terms (products of powers of dimensions) that may occur, the constant first."""
+        """The terms that an expression may have, the constant first. A term is a product of powers of dimensions."""
         count = len(self._points[0])
         found = (t for t in itertools.product(range(_MOST_DEGREES + 1), repeat=count) if sum(t) <= _MOST_DEGREES)
         return tuple(sorted(found, key=lambda t: (sum(t), t)))
@@ -218,7 +234,10 @@ class Fitter:
         return exact if exact is not None and all(exact) else None
 
     def _estimate(self, values: tuple[int, ...]) -> Expression:
-        """Return the multiple of a single term that is not below the value at any point, and that exceeds them least."""
+        """Return an upper estimate: a multiple of a single term that is at no point below the counted values.
+
+        Of all terms, the one is taken whose multiple exceeds the values least.
+        """
         best: tuple[Fraction, Term, Fraction] | None = None
         for at, term in enumerate(self.terms):
             ratio = max(Fraction(value, row[at]) for value, row in zip(values, self._powers, strict=True))

@@ -52,20 +52,20 @@ class Family(Generic[S]):
 
     @property
     def shapes(self) -> tuple[S, ...]:
-        """The batch shapes of the members, the traces that share one structure."""
+        """The batch shapes of the family's members: the traces that have one structure and that predictions start from."""
         return self._shapes
 
     def covers(self, shape: S) -> bool:
-        """Return True if a batch shape was traced, or if its trace can be predicted, even if some sizes are only estimates."""
+        """Return True if the family has a trace for a batch shape: it was traced, or it can be predicted, if only roughly."""
         return shape in self._traces or (len(self._shapes) > 1 and self.dimensions.can_tell(shape))
 
     def knows(self, shape: S) -> bool:
-        """Return True if all storage sizes at a batch shape are exact."""
+        """Return True if the bytes of all storages at a batch shape are exact: traced, or from exact expressions."""
         return shape in self._traces or (self.covers(shape) and self.is_exact)
 
     @property
     def is_exact(self) -> bool:
-        """True if all storage sizes follow exactly from the batch's dimensions."""
+        """True if the bytes of all storages can be predicted exactly at each batch shape; False if some are only estimates."""
         return not self._estimates
 
     def traced(self, shape: S) -> Trace | None:
@@ -79,7 +79,7 @@ class Family(Generic[S]):
         return known if known is not None else self.alike(shape)
 
     def inexact_bytes(self, shape: S) -> int:
-        """Return the total bytes of those storages at a batch shape whose sizes are only estimates."""
+        """Return the bytes of all storages whose sizes at a batch shape are only estimates; 0 if all sizes are exact."""
         dimensions = self.dimensions.of(shape)
         return 0 if shape in self._traces else sum(each.at(dimensions) for each in self._estimates)
 
@@ -88,13 +88,17 @@ class Family(Generic[S]):
         return tuple(each for each in self.storage_sizes() if not each.is_known)
 
     def storage_sizes(self) -> Iterator[Expression]:
-        """Yield, for each storage in the order of the trace, the expression that gives its bytes at any batch."""
+        """Yield, for each storage in the order of the trace, an expression that gives the storage's bytes at any batch shape.
+
+        An expression is a sum of products of the batch's dimensions.
+        """
         for each in zip(*(trace.storages for trace in self._members), strict=True):
             yield self._fitter.fit(tuple(storage.bytes for storage in each))
 
     def workspaces(self) -> Iterator[Expression]:
-        """Yield, for each distinct op, the expression for the bytes that the op allocates and frees inside itself.
+        """Yield, for each distinct op, an expression that gives the bytes of the op's workspace at any batch shape.
 
+        The op allocates and frees its workspace inside itself. An expression is a sum of products of the batch's dimensions.
         These expressions are often estimates, because kernels choose their block sizes.
         """
         for keys in self._keys:
@@ -127,7 +131,10 @@ class Family(Generic[S]):
         return msgspec.structs.replace(known[self._shapes[nearest]], ops=ops)
 
     def _name_ops(self) -> dict[tuple[str, ...], str]:
-        """Return a mapping from the cost keys that one op has in all members, as a tuple, to a name that is unique for them."""
+        """Return a mapping that gives each op of the step a unique name, to be the op's cost key in predicted traces.
+
+        The key of the mapping is a tuple with the op's cost key in each member (each trace of the family).
+        """
         names: dict[tuple[str, ...], str] = {}
         for together in zip(*map(_costed_ops, self._members), strict=True):
             keys = tuple(op.cost_key for op in together)
@@ -135,13 +142,13 @@ class Family(Generic[S]):
         return names
 
     def _number(self, values: Iterable[int], shape: S) -> int:
-        """Return the predicted value, at a batch shape, of a number that has these values at the members' shapes."""
+        """Predict a counted number, such as bytes, at a batch shape from its values at the members' shapes."""
         return self._fitter.fit(tuple(values)).at(self.dimensions.of(shape))
 
     def _resized(self, sized: Sequence[Sequence[Any]], shape: S) -> tuple[Any, ...]:
         """Return the first member's storages (or values of a region) with their bytes changed to those at a batch shape.
 
-        ``sized`` has the storages (or values) of each member.
+        ``sized`` has, for each member (each trace of the family), its storages (or values) in the same order.
         """
         return tuple(
             msgspec.structs.replace(each[0], bytes=self._number((one.bytes for one in each), shape))
@@ -149,7 +156,10 @@ class Family(Generic[S]):
         )
 
     def _spec(self, keys: tuple[str, ...], shape: S) -> OpSpec:
-        """Return arithmetic and moved bytes of an op at a batch shape; ``keys`` are the op's cost keys in all members."""
+        """Return the specification of an op at a batch shape: its predicted arithmetic and moved bytes.
+
+        ``keys`` are the op's cost keys in all members, the traces of the family.
+        """
         specs = [trace.specs[key] for trace, key in zip(self._members, keys, strict=True)]
         if shape in self._shapes:
             return specs[self._shapes.index(shape)]
@@ -160,7 +170,10 @@ class Family(Generic[S]):
         )
 
     def alike(self, shape: S) -> Trace:
-        """Return the predicted trace of a batch shape. It is right if the step at this shape has the members' structure."""
+        """Return the predicted trace of a batch shape, without a check that it can be predicted.
+
+        The trace is right if the step at this shape has the same structure as the family's members (its traces).
+        """
         first, suffix = self._members[0], _suffix(shape)
         names = {keys: name + suffix for keys, name in self._keys.items()}
         dimensions = self.dimensions.of(shape)
@@ -190,7 +203,7 @@ class Family(Generic[S]):
 
 
 def _costed_ops(trace: Trace) -> Iterator[TraceOp | RegionOp]:
-    """Yield all ops of the step and all ops of its regions.
+    """Yield all ops that have seconds of their own in a trace: the ops of the step, then the ops of its regions.
 
     Both are needed, because an op of a compiled region may be a part of another kernel in the step.
     """
@@ -200,7 +213,11 @@ def _costed_ops(trace: Trace) -> Iterator[TraceOp | RegionOp]:
 
 
 def _renamed(ops: Sequence[Sequence[Any]], names: Mapping[tuple[str, ...], str]) -> tuple[Any, ...]:
-    """Return the first member's ops with new cost keys. ``names`` maps an op's cost keys in all members to the new key."""
+    """Return the first member's ops with new cost keys.
+
+    ``ops`` has the ops of each member (each trace of the family). ``names`` maps an op's cost keys in all members to the new
+    key.
+    """
     return tuple(
         msgspec.structs.replace(each[0], cost_key=names[tuple(op.cost_key for op in each)])
         for each in zip(*ops, strict=True)
@@ -212,7 +229,7 @@ def _suffix(shape: Sizes) -> str:
 
 
 def _work(spec: OpSpec) -> int:
-    """Return the work of an op (arithmetic plus moved bytes) as one number that grows with the op's shape."""
+    """Return how much an op has to do, as one number: arithmetic plus moved bytes. It grows with the op's shape."""
     return spec.flops + spec.moved_bytes
 
 
@@ -287,10 +304,10 @@ def _same_spec(one: Trace, key: str, other: Trace, other_key: str) -> bool:
 
 
 def _with_equal_buffers(members: list[Trace]) -> list[Trace]:
-    """Return the same traces with equal lives for the buffers of collectives.
+    """Return the same traces, but each buffer of a collective is freed at the same op in all of them.
 
-    Each buffer lives as long as in the trace that freed it last. The reason is that threads of the backend free these buffers,
-    at moments that differ from run to run.
+    It is the op of the trace that freed the buffer last. The reason is that threads of the backend free these buffers, at
+    moments that differ from run to run.
     """
     last = [max(each.dies for each in together) for together in zip(*(t.storages for t in members), strict=True)]
     found = [tuple(map(_until, trace.storages, last)) for trace in members]
@@ -299,7 +316,7 @@ def _with_equal_buffers(members: list[Trace]) -> list[Trace]:
 
 
 def _until(storage: Storage, dies: int) -> Storage:
-    """Return the storage unchanged; if it is a collective's buffer, return it with ``dies`` as the end of its life."""
+    """Return the storage of a collective's buffer with ``dies`` as the end of its life. Return any other storage unchanged."""
     return msgspec.structs.replace(storage, dies=dies) if storage.category is Category.COMMUNICATION else storage
 
 
@@ -312,7 +329,10 @@ def _without_bytes(sized: Sequence[Any]) -> list[Any]:
 
 
 def _bare_region(region: RegionCall) -> tuple[object, ...]:
-    """Return what defines the structure of a region call, without sizes, to compare it with another call."""
+    """Return a tuple with everything that defines a region call's structure, without sizes.
+
+    Two region calls have the same structure if their tuples are equal.
+    """
     graph: RegionGraph = region.graph
     ops = [msgspec.structs.replace(op, cost_key="") for op in graph.ops]
     bare = (_without_bytes(graph.values), ops, graph.slots, graph.outputs, graph.backward_order)

@@ -30,18 +30,19 @@ from plimsoll.planning.step import RegionView, StepIndex
 
 _POINTS_AT_MOST = 48
 _TOLERANCE = 1e-6
-"""A point counts only if it is below its chord by more than this share, because smaller distances may come from the rounding of
-capacities."""
+"""A new point is added to the hull only if it lies below the chord between its neighbours by more than this share. Smaller
+distances may come from the rounding of capacities."""
 _LEAST_STEP = 1e-4
-"""Differences in bytes between forms are ignored if they are below this share of a region's bytes, because they would only
-raise the highest price."""
+"""Two ways of holding a value whose bytes differ by less than this share of the region's bytes count as equally large.
+Otherwise the small difference would only raise the highest price that a sweep tries."""
 _ERROR_PRICES = (0.01, 0.1, 1.0, 10.0)
-"""The prices of error to try. Their unit is the seconds of all ops of the region, divided by the squared error that one region
-may spend."""
+"""The search tries these prices of gradient error. Their unit is the seconds of all ops of the region, divided by the squared
+error that one region may spend."""
 _LINK_SHARES = (0.3, 0.6, 1.0)
-"""The prices of a byte sent over the link to try, as shares of the price of a byte held."""
+"""The search tries these prices for a byte sent over the link. They are shares of the price of a byte held on the device."""
 _WINDOW_SHARES = (1.0, 0.5)
-"""The shares of a transfer window (the compute that hides transfers) to fill."""
+"""A transfer's window is the compute that hides the transfer. The search offloads values until these shares of the window are
+full."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,10 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Hull:
-    """Data: the vertices of a lower convex hull, most bytes first, and the lines that bound all choices from below."""
+    """Data: a lower convex hull of one region's choices, by bytes held and seconds added.
+
+    It has the choices at the hull's vertices, most bytes first, and lines: lower bounds of seconds that hold for all choices.
+    """
 
     cuts: tuple[Cut, ...]
     lines: tuple[Line, ...]
@@ -98,9 +102,10 @@ def _key(prices: Prices) -> Hashable:
 
 
 class _Bisection:
-    """The state of one sweep: the points and lines found, and the prices of memory to solve next (``asked``).
+    """The state of one sweep, which varies the price of a byte to find all choices on one region's lower convex hull.
 
-    Each price in ``asked`` is the slope between two neighbouring points that may have another point between them.
+    It has the points and lines found, and the prices to solve next (``asked``). Each price in ``asked`` is the slope between
+    two neighbouring points that may have another point between them.
     """
 
     def __init__(self, view: RegionView, prices: Prices) -> None:
@@ -119,7 +124,10 @@ class _Bisection:
             self.asked.append(2 * self._total_seconds / smallest)
 
     def take(self, cuts: Sequence[Cut]) -> None:
-        """Process the cheapest choices found at the prices in ``asked``, and replace ``asked`` by the next prices."""
+        """Add the cheapest choices found at the prices in ``asked`` to the hull, and set ``asked`` to the next prices.
+
+        There is one cut (a cheapest choice with its costs) for each price in ``asked``.
+        """
         error_price = self.offers.prices.error_price
         self._lines += [Line(p, cut.lower_value, error_price) for p, cut in zip(self.asked, cuts, strict=True)]
         if not self._pairs:
@@ -140,13 +148,16 @@ class _Bisection:
         self.asked = [(less.seconds - more.seconds) / (more.held_bytes - less.held_bytes) for more, less in self._pairs]
 
     def hull(self) -> Hull:
-        """Return the lower convex hull (bytes held, seconds) of the points found, with the lines found."""
+        """Return the result of this sweep: the lower convex hull (bytes held, seconds) of all points, and the lines."""
         found = sorted(self._found, key=lambda cut: (-cut.held_bytes, cut.seconds))
         return Hull(cuts=tuple(found), lines=tuple(self._lines))
 
 
 def _steps(prices: Prices) -> list[float]:
-    """Return a list of the differences in bytes between ways of holding a value, without differences too small to matter."""
+    """Return the differences in bytes between the ways to hold each value of a region, as one list.
+
+    Ways are: unchanged, compressed, or not at all. Differences too small to matter are left out.
+    """
     steps = list(prices.held_bytes.values())
     least = sum(steps) * _LEAST_STEP
     for value, modes in prices.modes.items():
@@ -156,7 +167,7 @@ def _steps(prices: Prices) -> list[float]:
 
 
 def modes_of(view: RegionView) -> dict[int, tuple[Mode, ...]]:
-    """Return a mapping from values to the forms (codecs, links) that a minimum cut may choose for them.
+    """Return a mapping from values of a region to the forms (codecs, links) that a minimum cut may choose for them.
 
     Transfers count as hidden by compute, so their seconds are left out. Forms with an infinite error are left out too.
     """
@@ -174,7 +185,7 @@ def _mode(view: RegionView, value: int, form: Form) -> Mode:
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """Data: the prices of one sweep.
+    """Data: the prices of one sweep, a search for the cheapest choices at many prices of a byte.
 
     With a ``link_share``, a byte sent costs this share of the price of a byte held. If ``least_error`` is not 0, forms are
     missing from the prices, and each choice that uses a missing form has at least this squared error.
@@ -185,9 +196,9 @@ class Sweep:
     least_error: float = 0.0
 
     def lines(self, lines: Iterable[Line]) -> Iterator[Line]:
-        """Yield this sweep's lines (lower bounds of seconds), changed such that they hold for all choices.
+        """Yield the lines (lower bounds of a region's seconds) that this sweep found, changed to hold for all choices.
 
-        A price on error makes them valid also for choices with forms that these prices leave out.
+        A price on error makes them valid also for choices with forms that the sweep's prices leave out.
         """
         for line in lines:
             yield Line(
@@ -199,7 +210,9 @@ class Sweep:
 
 
 def packing_sweeps(prices: Prices, squared_error: float) -> Iterator[Sweep]:
-    """Yield variants of the prices: with a price on gradient error, with a price on bytes sent, and without lossy forms.
+    """Yield sweeps: sets of prices for the search, with different costs of storing a value in another form.
+
+    The sweeps have a price on gradient error, or a price on bytes sent, or no lossy forms.
 
     Args:
         prices: the prices with all forms, and without a price on error.
@@ -220,7 +233,10 @@ def packing_sweeps(prices: Prices, squared_error: float) -> Iterator[Sweep]:
 
 
 def _charge(prices: Prices, link_share: float) -> dict[int, tuple[Mode, ...]]:
-    """Return the forms (codecs, links) of each value; a share of the bytes sent is added to the bytes held."""
+    """Return the forms (codecs, links) of each value with a price for sending.
+
+    The price is a share of the bytes sent, which is added to the bytes that the form holds on the device.
+    """
     return {
         value: tuple(dataclasses.replace(m, held_bytes=m.held_bytes + link_share * m.link_bytes) for m in modes)
         for value, modes in prices.modes.items()
@@ -228,7 +244,7 @@ def _charge(prices: Prices, link_share: float) -> dict[int, tuple[Mode, ...]]:
 
 
 def limit_offload(index: StepIndex, view: RegionView, prices: Prices) -> Iterator[Prices]:
-    """Yield variants of the prices that allow offloading only for as many values as compute hides.
+    """Yield variants of one region's prices that allow offloading only for as many values as compute can hide.
 
     Values are taken in one of two orders: the largest first, or those that are dearest to recompute (per byte) first.
     """
@@ -263,6 +279,9 @@ def _without(prices: Prices, banned: Set[tuple[int, str]]) -> Prices:
 
 
 def _producer_seconds(view: RegionView, prices: Prices, value: int) -> float:
-    """Return the seconds of the op that makes a value. For an input, return the seconds of all ops, so that it comes first."""
+    """Return the seconds of the op that makes a value, to rank values for offloading.
+
+    For an input of the region, return the seconds of all ops, so that it comes first.
+    """
     producer = view.graph.values[value].producer
     return prices.op_seconds[producer] if producer >= 0 else sum(prices.op_seconds)

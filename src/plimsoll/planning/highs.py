@@ -27,10 +27,10 @@ nodes of branching was reached."""
 
 
 def solve_linear(aim: Any, *, may_give_up: bool = False, **program: Any) -> OptimizeResult | None:
-    """Return the optimum of a linear program; ``None`` if it is infeasible. The arguments are those of ``linprog`` of scipy.
+    """Solve a linear program with scipy's ``linprog``, and return its result; ``None`` if the program is infeasible.
 
-    With ``may_give_up``, also return ``None`` if HiGHS finds neither an optimum nor infeasibility. A search for a plan may
-    use this option, a proof may not.
+    ``program`` are the arguments of ``linprog``. With ``may_give_up``, also return ``None`` if HiGHS finds neither an optimum
+    nor infeasibility. A search for a plan may use this option, a proof may not.
     """
     for how in ({"method": "highs"}, {"method": "highs", "options": {"presolve": False}}, {"method": "highs-ipm"}):
         result = linprog(aim, **program, **how)
@@ -44,13 +44,19 @@ def solve_linear(aim: Any, *, may_give_up: bool = False, **program: Any) -> Opti
 
 @functools.cache
 def _turn() -> threading.Lock:
-    """Return the lock for redirecting output. Without it, two planners at once would restore each other's redirected output."""
+    """Return the lock that a planner must hold while the solver's output is redirected.
+
+    Without the lock, two planners at once would restore each other's redirected output.
+    """
     return threading.Lock()
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Discard those lines that the process prints inside the block and that begin with the solver's name."""
+    """A context that discards the lines that HiGHS, scipy's solver, prints to the process's output inside the block.
+
+    They begin with the solver's name. All other lines are still printed.
+    """
     if sys.platform == "win32":  # its C libraries do not share a buffer that could be flushed
         yield
         return

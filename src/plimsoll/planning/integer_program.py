@@ -54,16 +54,17 @@ SMALL_COLUMNS = 400
 # Equal blocks make the program symmetric, so that closing the last thousandth of the gap can take a minute. With this limit the
 # search took 0.4 s on a Llama of 8 blocks (docs/lab-notes.md).
 MOST_NODES = 400
-"""The most nodes that branching visits, where an answer within a gap is enough."""
+"""The most nodes that branching visits in a search whose answer only has to be within a gap (a distance from the optimum)."""
 STAGE_SECONDS = 2.0
 """Time limit in seconds for a search of at most ``MOST_NODES`` nodes, because in deep models one node can take longer than a
 whole search in shallow models."""
 FLOOR_GAP = 2e-3
 NEAR_FLOOR = 1e-2
-"""The search for the smallest peak stops within this share of the optimum: ``FLOOR_GAP``, or ``NEAR_FLOOR`` if there are many
-choices."""
+"""The search for the smallest peak stops when its result is at most this share above the optimum, if there are many choices. If
+there are few, the share is ``FLOOR_GAP``."""
 _HAIR = 1e-9
-"""Relative tolerance of the relaxed smallest peak. A reduced cost less than this below 0 counts as 0."""
+"""Tolerance for rounding in linear programs. Peaks that differ by at most this share count as equal, and a reduced cost less
+than this below 0 counts as 0."""
 _SPARED, _JOINING = 32, 3
 """Linear programs start with one choice in 32; then up to 3 choices of each region join at a time. The optimum is the same as
 with all choices from the start, in a third to a fifth of the time (docs/design/many-choices-at-once.md)."""
@@ -99,7 +100,7 @@ class Relaxed:
 
 
 class ChoiceProblem:
-    """The mixed-integer program for one step. It is built once and can be solved for many budgets."""
+    """The mixed-integer program that picks one choice for each region of a step. It is built once, for many budgets."""
 
     def __init__(
         self, index: StepIndex, sets: Sequence[ChoiceSet], time_limit_seconds: float, limits: Limits | None = None
@@ -131,16 +132,19 @@ class ChoiceProblem:
         self.limits = limits
         self.shared = self._shared_rows()
         self.affordable = np.array([float(limits.allow(e.squared_error, e.link_bytes)) for e in taken])
-        """An array with, for each choice, the upper bound of its variable: 0 if the choice exceeds the limits alone, else 1."""
+        """An array with, for each choice, the upper bound of the choice's variable in the program. It is 0 if the choice alone
+        exceeds the limits on error or offloaded bytes, else 1."""
         self._usable = np.flatnonzero(self.affordable > 0)
         self._at_work = self._usable[self._usable % _SPARED == 0]
-        """The positions of the choices that linear programs start with; other choices join later."""
+        """The positions of the choices that are in the linear programs from the start. Other choices are added if they would
+        help."""
 
     def choose(self, budget_bytes: int, gap_of_step: float = FINE_GAP) -> Selection:
-        """Return the choices with the least seconds whose load fits the budget in every window.
+        """Return the choices, one for each region, that take the least seconds and fit the budget in every window.
 
-        First the relaxed program is rounded. If the result is not within the gap, combinations near the optimum are
-        searched. With a gap of 0 the solver then branches over the choices whose reduced cost still lets them win.
+        A window is a stretch of the step. First the relaxed program, which may mix choices, is rounded. If the result is not
+        within the gap, combinations near the optimum are searched. With a gap of 0 the solver then branches over the choices
+        whose reduced cost still lets them win.
 
         Args:
             budget_bytes: the limit for every window.
@@ -171,18 +175,21 @@ class ChoiceProblem:
         return self._selection(best, relaxed.seconds, is_finished=True)
 
     def _selection(self, taken: Taken | None, lower_value: float, *, is_finished: bool) -> Selection:
-        """Return the selection for a combination of choices, and remember the combination as a start for later searches."""
+        """Return the result for a combination of choices, and store the combination as a start for later searches."""
         if taken is None:
             return Selection(None, lower_value, is_finished)
         self._found = tuple(dict.fromkeys((*self._found, taken)))
         return Selection(self._effects_of(taken), lower_value, is_finished)
 
     def _effects_of(self, taken: Taken) -> tuple[Effect, ...]:
-        """Return the effect (added memory and time) of each region's choice in a combination."""
+        """Return, for each region, the effect (added memory and time) of the choice that the region takes in a combination."""
         return tuple(choices[c] for choices, c in zip(self.effects, taken, strict=True))
 
     def _taken_of(self, effects: tuple[Effect, ...]) -> Taken:
-        """Return the combination of choices, as positions, that has these effects (memory and time), one for each region."""
+        """Return the combination of choices that has these effects (added memory and time), one for each region.
+
+        A combination has, for each region, the position of its choice in the region's list.
+        """
         return tuple(choices.index(effect) for choices, effect in zip(self.effects, effects, strict=True))
 
     def _branch(self, budget_bytes: int, relaxed: Relaxed, known: Taken | None, gap_of_step: float) -> Selection:
@@ -203,7 +210,10 @@ class ChoiceProblem:
         return Selection(selection.effects, lower_seconds, selection.is_finished)
 
     def minimise_peak(self) -> Selection:
-        """Return the choices with the smallest peak. Then faster choices are taken as far as this peak allows."""
+        """Return the choices, one for each region, with the smallest peak.
+
+        As far as this peak allows, they are then made faster.
+        """
         found = self._lowest_peak()
         if found.effects is None:
             return found
@@ -214,7 +224,11 @@ class ChoiceProblem:
         return self._selection(speed_up(room, taken), found.lower_value, is_finished=found.is_finished)
 
     def _lowest_peak(self) -> Selection:
-        """Return choices with the smallest peak found: round the relaxed optimum, and search if it is not close enough."""
+        """Return the choices, one for each region, with the smallest peak that is found.
+
+        The relaxed optimum, which may mix choices, is rounded. If the result is not close enough to the optimum, a search
+        follows.
+        """
         windows = len(self.windows.spans)
         aim = np.concatenate([np.zeros(self.columns + windows), [1.0]])
         window = np.arange(windows)
@@ -251,13 +265,14 @@ class ChoiceProblem:
         return Selection(selection.effects, selection.lower_value * self.unit_bytes, selection.is_finished)
 
     def _peak_bytes(self, taken: Taken) -> int:
-        """Return the peak in bytes under a combination of choices."""
+        """Return the step's peak in bytes if each region takes its choice in a combination."""
         return int(Room(self.windows, 0, self.limits).load(taken).max())
 
     def _lowest_rounded(self, least_bytes: float, lifts: Floats) -> Taken | None:
-        """Return a combination of whole choices with a small peak, or ``None``.
+        """Return a combination of choices, one for each region, with a small peak; ``None`` if none is found.
 
-        A few budgets are tried. The relaxed optimum of the first one that can be rounded to whole choices is then improved.
+        A few budgets are tried. The relaxed optimum (which mixes choices) of the first one that can be rounded to whole choices
+        is then improved.
         """
         for gap in (0.0, FLOOR_GAP / 10, FLOOR_GAP, NEAR_FLOOR, 5 * NEAR_FLOOR):
             budget_bytes = max(math.ceil(least_bytes * (1 - _HAIR)), int(least_bytes * (1 + gap)))
@@ -275,12 +290,15 @@ class ChoiceProblem:
         return None
 
     def _relaxed_peak(self, aim: Floats, bounds: Bounds, room: LinearConstraint) -> tuple[float, Floats]:
-        """Return the smallest peak if choices may be mixed (infinite if infeasible), and the reduced cost of each choice."""
+        """Return the smallest peak in bytes if a region may mix choices, and the reduced cost of each choice.
+
+        The peak is infinite if the program is infeasible.
+        """
         result, _, reduced = self._optimum(aim, bounds, [(room.A, room.ub)])
         return (np.inf, reduced) if result is None else (float(result.fun), np.maximum(reduced, 0.0))
 
     def relax(self, budget_bytes: int) -> Relaxed | None:
-        """Return the optimum of the program if choices may be mixed; ``None`` if even this program is infeasible."""
+        """Return the program's optimum under a budget if regions may mix choices; ``None`` if even then nothing fits."""
         windows = len(self.windows.spans)
         unit_seconds = max(float(self.seconds.max(initial=0.0)), 1e-30)
         aim = np.concatenate([self.seconds / unit_seconds, np.zeros(windows + 1)])
@@ -298,7 +316,7 @@ class ChoiceProblem:
     def _optimum(
         self, aim: Floats, bounds: Bounds, more: list[tuple[csr_array, Floats]]
     ) -> tuple[OptimizeResult | None, Floats, Floats]:
-        """Return the optimum of the relaxed program, and for each choice its share and its reduced cost.
+        """Return the optimum of the relaxed program, and two arrays over the choices: their shares and their reduced costs.
 
         ``more`` are additional rows. The method is column generation. Of thousands of choices an optimum uses a few per region,
         and optima for other budgets use mostly the same choices. So start with few columns (choices), and add columns whose
@@ -340,7 +358,10 @@ class ChoiceProblem:
         return result, shares, reduced[: self.columns]
 
     def _joining(self, reduced: Floats, at_work: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Return the positions of choices that would help most and are not in the program yet, at most 3 for each region."""
+        """Return the positions of the choices to add to the linear program, because they would lower its optimum most.
+
+        They are at most 3 for each region. ``at_work`` are the choices that are in the program already.
+        """
         helps = np.zeros(self.columns, dtype=np.bool_)
         helps[self._usable] = reduced[self._usable] < -_HAIR
         helps[at_work] = False
@@ -351,7 +372,10 @@ class ChoiceProblem:
         return found[rank < _JOINING]
 
     def _budget_bounds(self, budget_bytes: int) -> Bounds:
-        """Return the bounds of all variables under a budget; row 4 limits the bytes in each stretch of the step."""
+        """Return lower and upper bounds of all the program's variables for a budget.
+
+        The bytes of each window are limited by it.
+        """
         return self._bounds((budget_bytes - self.windows.fixed_bytes) / self.unit_bytes, (1.0, 1.0))
 
     def _bounds(self, room: Floats, last: tuple[float, float]) -> Bounds:
@@ -362,7 +386,7 @@ class ChoiceProblem:
         return np.concatenate([np.ones(len(self.effects)), np.zeros(len(self.windows.spans))])
 
     def _rows(self) -> csc_array:
-        """Return the matrix of rows 2 and 3; its columns are the variables z, load and last."""
+        """Return the matrix of the program's rows 2 and 3 (see the module); its columns are the variables z, load and last."""
         regions, windows = len(self.effects), len(self.windows.spans)
         window = np.arange(windows)
         rows, columns, data = [regions + window, regions + window[1:]], [window, window[:-1]], [np.ones(windows)]
@@ -430,7 +454,7 @@ class ChoiceProblem:
         return self._read(result)
 
     def _read(self, result: Any) -> Selection:
-        """Translate the solver's result into a selection."""
+        """Translate the result of scipy's solver into a selection: the choice taken for each region, with a lower bound."""
         assert result.status in (OPTIMAL, LIMIT, INFEASIBLE, NODES_SPENT), f"HiGHS: {result.message}"
         if result.x is None:
             return Selection(effects=None, lower_value=np.inf, is_finished=result.status == INFEASIBLE)

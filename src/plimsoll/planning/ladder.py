@@ -27,11 +27,11 @@ from plimsoll.planning.replay_schedule import Unreachable
 from plimsoll.planning.solve import Planner
 
 _MOST_KNOWN = 4096
-"""The number of batch shapes whose forecasts are cached, because there can be a hundred thousand pairs of lengths."""
+"""The forecasts of at most this many batch shapes are cached. There can be a hundred thousand pairs of lengths."""
 
 
 def rungs_of(planner: Planner) -> Iterator[Plan]:
-    """Yield the plans of a planner that no other plan beats in both peak and seconds, the fastest plan first.
+    """Yield those plans of a planner that no other plan beats in both peak and seconds. The fastest plan comes first.
 
     A plan object is made only when the iterator reaches it, because this takes time.
     """
@@ -48,7 +48,7 @@ def rungs_of(planner: Planner) -> Iterator[Plan]:
 
 @dataclass(frozen=True, slots=True)
 class Rung:
-    """Data: one plan of a ladder, and the coefficients that give its memory and time at any batch shape."""
+    """Data: a rung, that is one plan of a ladder, and coefficients that give the plan's memory and time at any batch shape."""
 
     plan: Plan
     shaped: ShapedPlan
@@ -70,12 +70,12 @@ class Ladder(Generic[S]):
         self._all = ShapedPlans(())
 
     def extend(self, plans: Iterable[Plan]) -> None:
-        """Add more plans to the ladder."""
+        """Add more plans to the ladder. They become rungs (plans whose memory is known at any shape) on first use."""
         self._waiting += plans
         self._known.clear()
 
     def at(self, shape: S) -> tuple[Forecast, ...]:
-        """Return the forecast (memory and time) of each plan (rung) at a batch shape that the family knows, in their order."""
+        """Return one forecast (memory and time) for each plan of the ladder at a batch shape that the family knows."""
         if shape not in self._known:
             if len(self._known) >= _MOST_KNOWN:
                 self._known.clear()
@@ -84,7 +84,10 @@ class Ladder(Generic[S]):
 
     @property
     def rungs(self) -> list[Rung]:
-        """The plans that can be followed in this family; if none can, only the first plan without its decisions."""
+        """The rungs: the plans that can be followed in this family, with their memory and time at any batch shape.
+
+        If no plan can be followed, the only rung is the first plan without its decisions.
+        """
         for plan in self._waiting:
             with contextlib.suppress(Unreachable):
                 self._rungs.append(Rung(plan, self.step.under(plan.regions)))
@@ -96,15 +99,21 @@ class Ladder(Generic[S]):
         return self._rungs
 
     def fitting(self, shape: S, room_bytes: int) -> list[tuple[Plan, Forecast]]:
-        """Return (plan, forecast) for each rung whose forward and backward at this shape take at most ``room_bytes``."""
+        """Return a list of (plan, forecast) with the ladder's plans that fit ``room_bytes`` at a batch shape.
+
+        Only forward and backward have to fit; the optimizer's step does not count.
+        """
         rungs = zip(self.rungs, self.at(shape), strict=True)
         return [(rung.plan, forecast) for rung, forecast in rungs if forecast.before_optimizer_bytes <= room_bytes]
 
     def cheapest(self, shape: S, room_bytes: int) -> tuple[Plan, Forecast] | None:
-        """Return plan and forecast of the fastest rung whose forward and backward fit ``room_bytes``; ``None`` if none fits."""
+        """Return the ladder's fastest plan that fits ``room_bytes`` at this shape, with its forecast; ``None`` if no plan fits.
+
+        Only forward and backward have to fit; the optimizer's step does not count.
+        """
         return min(self.fitting(shape, room_bytes), key=lambda rung: rung[1].seconds, default=None)
 
     def lowest(self, shape: S) -> tuple[Plan, Forecast]:
-        """Return plan and forecast of the rung with the lowest peak of forward and backward at this shape."""
+        """Return the ladder's plan with the lowest peak of forward and backward at this shape, with its forecast."""
         place, forecast = min(enumerate(self.at(shape)), key=lambda entry: entry[1].before_optimizer_bytes)
         return self.rungs[place].plan, forecast

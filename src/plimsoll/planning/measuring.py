@@ -29,9 +29,10 @@ from plimsoll.planning.step import Ints, RegionView, Span, StepIndex, slot_stop,
 Mask = npt.NDArray[np.bool_]
 
 _AT_ONCE = 256
-"""The number of choices in one pass. A larger pass needs more memory, and is hardly faster for each choice."""
+"""How many choices one pass measures together. A larger pass needs more memory, and is hardly faster for each choice."""
 _NEVER = np.iinfo(np.int64).max // 2**22
-"""A key (a time within backward) after all others. It is small enough that it can be multiplied by the number of events."""
+"""A key that means never: it comes after all other keys, which are times within backward. It is small enough that it can be
+multiplied by the number of events."""
 _FOREVER = np.iinfo(np.int64).max
 _NO_PEAK = np.iinfo(np.int64).min // 2
 """The workspace bytes of a release: a very negative number, so that the level in the middle of several releases is never the
@@ -39,7 +40,10 @@ peak."""
 
 
 class Measuring:
-    """Computes the memory and time that choices of one region add. It holds all that does not depend on the choice."""
+    """Computes the memory and time that choices of one region add to the step, for many choices at a time.
+
+    The object holds all that does not depend on the choice. A choice says which saved values are kept, recomputed or packed.
+    """
 
     def __init__(self, index: StepIndex, view: RegionView) -> None:
         self.index, self.view, self.frame = index, view, frame_of(index, view)
@@ -110,14 +114,17 @@ class _Holding:
 
     @classmethod
     def of(cls, index: StepIndex, frame: RegionFrame, storage: int) -> _Holding:
-        """Return the spans of one storage, for a region with these instants (``frame``)."""
+        """Return, as data, when one storage is alive under any plan, for a region with the instants ``frame``."""
         covered = own_cover(index, frame, storage)
         gaps = subtract([(frame.exit, _FOREVER)], covered)
         return cls(tuple(gaps), is_between(frame, covered), tuple(relief_spans(index, frame, storage)))
 
 
 class _Pass:
-    """The computation for some choices of one region together. In its arrays, rows are values and columns are choices."""
+    """The computation of the memory and time that some choices of one region add, for all these choices together.
+
+    In its arrays, rows are values and columns are choices.
+    """
 
     def __init__(self, region: Measuring, choices: Sequence[Choice]) -> None:
         self.region, self.choices = region, choices
@@ -181,9 +188,10 @@ class _Pass:
                 raise Unreachable(value_.id, f"{value_.name} is not held for backward")
 
     def _order(self) -> None:
-        """Compute the key (the time within backward) of each op and load, and of each value's last use and end.
+        """Compute the order of all work in backward: the key (the time within backward) of each op and of each load.
 
-        Also find which in-place op takes over the buffer of the value that it overwrites.
+        The keys of each value's last use and end are computed too. A load brings back a packed value. Also find which in-place
+        op takes over the buffer of the value that it overwrites.
         """
         region, graph = self.region, self.region.view.graph
         self.key: dict[int, Ints] = {}
@@ -394,10 +402,10 @@ class _Pass:
                 self.reliefs[at] += reliefs
 
     def _hold(self, storage: int, until: Ints) -> None:
-        """Add the bytes of a storage until the instants ``until``, for all times at which the fixed bytes do not include it.
+        """Add the bytes of a held storage to the memory of each choice, until the instants ``until``.
 
-        Another region may hold a storage that this region does not decide about (an input). Then a sum over regions
-        counts the storage twice, so the effect is not additive.
+        Times at which the storage is alive under any plan do not count. Another region may hold a storage that this region does
+        not decide about (an input). Then a sum over regions counts the storage twice, so the effect is not additive.
         """
         region, frame = self.region, self.region.frame
         size, holding = region.index.trace.storages[storage].bytes, region.holdings[storage]
@@ -418,7 +426,7 @@ class _Pass:
             self._relieve(~is_through & (until == stop), *reliefs)
 
     def _copy(self) -> Ints:
-        """Add the inputs that are copied when the region begins; return an array with their bytes for each choice."""
+        """Add the bytes of the inputs that a choice copies when the region begins; return these bytes for each choice."""
         view = self.region.view
         copied = np.zeros(self.count, dtype=np.int64)
         for value in view.copied - view.steady:
@@ -429,7 +437,10 @@ class _Pass:
         return copied
 
     def _hold_payloads(self) -> None:
-        """Add the payloads of compressed values, and the buffers that transfers back of offloaded values write to."""
+        """Add to the memory of each choice the payloads of compressed values and the buffers of returning offloaded values.
+
+        A payload is what a codec stores. A transfer back writes to a buffer.
+        """
         view, frame, region = self.region.view, self.region.frame, self.region
         for (value, name), mask in self.packed.items():
             form = view.form(value, name)
@@ -452,7 +463,7 @@ class _Pass:
                     self._relieve(is_there & ~is_through & (stops == stop), relief)
 
     def _packing_bytes(self, held_until: dict[int, Ints]) -> Ints:
-        """Return for each choice the most extra bytes while values are compressed when forward ends.
+        """Return for each choice the most bytes that compressing values at the end of forward needs in addition.
 
         They are payloads and workspaces, on top of the tensors that forward saved (see ``replay``).
         """

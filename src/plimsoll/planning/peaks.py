@@ -37,7 +37,8 @@ from plimsoll.planning.windows import undominated
 
 Floats = npt.NDArray[np.float64]
 _SNAP = 1e-3
-"""A coefficient that is this close to a whole number is rounded to it, because the difference comes from floating point."""
+"""A coefficient whose distance from a whole number is below this is rounded to that number. The distance comes from floating
+point."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,7 @@ class Forecast:
 
 
 class ShapedStep(Generic[S]):
-    """The step of a family at a few sample sizes; from these it computes the coefficients of any plan.
+    """One model's step at a few batch sizes. It computes the memory of any plan at any batch size.
 
     ``costs`` maps traced shapes to their costs; ``how`` are further arguments of ``StepIndex``.
     """
@@ -127,7 +128,10 @@ class ShapedPlan:
 
 
 class ShapedPlans:
-    """Several plans of one family. One matrix product computes the memory and seconds of all of them at a batch shape."""
+    """The coefficients of several plans of one family (the same step at many batch sizes).
+
+    One matrix product computes the memory and seconds of all these plans at a batch shape.
+    """
 
     def __init__(self, plans: Sequence[ShapedPlan]) -> None:
         parts = [part for plan in plans for part in (plan.before, plan.optimizer)]
@@ -136,7 +140,10 @@ class ShapedPlans:
         self._starts = np.cumsum([0, *map(len, parts)])
 
     def at(self, terms: Floats) -> tuple[Forecast, ...]:
-        """Return the forecast (memory and seconds) of each plan at the batch shape whose terms have these values."""
+        """Return the forecast (memory and seconds) of each plan at one batch shape, given by the values of its terms.
+
+        A term is a product of powers of the batch's dimensions.
+        """
         if not len(self._rows):
             return ()
         values = self._rows @ terms
@@ -151,7 +158,10 @@ class ShapedPlans:
 
 
 def _moments(replays: StepReplays) -> list[tuple[int, int]]:
-    """Return a list of (instant, bytes) with all moments that can be the peak. At all batch sizes the order is the same."""
+    """Return a list of (instant, bytes) with all moments of a simulated step that can be the peak.
+
+    At all batch sizes the moments have the same order.
+    """
     curve = replays.held()
     summits: dict[int, list[list[int]]] = {}
     for outcome in replays.outcomes:
@@ -191,7 +201,7 @@ def _levels(outcome: Replay) -> Iterator[tuple[int, int, list[int], int]]:
 
 
 def _undominated(rows: Floats) -> Floats:
-    """Return the rows without rows that another row equals or exceeds in all columns."""
+    """Return the rows of a table that can be the maximum: a row is left out if another is at least as large in all columns."""
     distinct = np.unique(rows, axis=0)
     largest_first = np.argsort(-distinct.sum(axis=1), kind="stable")
     return np.asarray(distinct[undominated(-distinct, largest_first.tolist())])

@@ -22,7 +22,7 @@ from plimsoll.planning.step import RegionView, StepIndex, boundary_values
 
 @dataclass(frozen=True, slots=True)
 class Override:
-    """Data: a pattern, and the user's decision for the values that match it.
+    """Data: a pattern over paths of values, and the user's decision (such as KEEP) for the values that match it.
 
     ``form`` is the name of the codec or link; if it is empty, any form is allowed.
     """
@@ -77,7 +77,7 @@ def parse_override(text: str) -> Override:
 
 
 def pin_values(index: StepIndex, overrides: Sequence[Override]) -> StepIndex:
-    """Return a copy of the step with the user's decisions in the ``pins`` of its regions.
+    """Return a copy of the step with the user's decisions recorded as ``pins`` of the regions.
 
     Raises:
         InvalidStrategy: an override matches no value, or demands what a value cannot do.
@@ -152,7 +152,7 @@ def _pin(view: RegionView, value: int, name: str, override: Override) -> str:
 
 
 def pinned(view: RegionView, choice: Choice) -> Choice:
-    """Return the same choice, except that the user's decisions (pins) are followed for the values that have one."""
+    """Return a copy of one region's choice that follows the user's decisions (pins) for the values that have one."""
     if not view.pins:
         return choice
     rest = choice.without(frozenset(view.pins))
@@ -162,7 +162,7 @@ def pinned(view: RegionView, choice: Choice) -> Choice:
 
 
 def pin_choices(index: StepIndex, choices: Sequence[Choice]) -> tuple[Choice, ...]:
-    """Return the choices, one for each region, with the user's decisions (pins) followed.
+    """Return a copy of the choices, one for each region, that follows the user's decisions (pins).
 
     If a choice drops the region's input and an override decides about this input, the input is held.
     """

@@ -19,19 +19,20 @@ from plimsoll.planning.replay_schedule import BOUNDARY, NO_OP, Schedule, Segment
 from plimsoll.planning.step import RegionView, Span, StepIndex, provider_of, slot_stop
 
 Level = tuple[int, int]
-"""An instant, and the number of bytes of rebuilt values from this instant until the next level."""
+"""A pair (instant, bytes): the bytes of rebuilt values from this instant until the next level. An instant is a moment before or
+during an op."""
 Live = tuple[str, int]
-"""The label and bytes of one buffer that is alive."""
+"""A pair for one buffer that is alive: its label, and its bytes."""
 _ALL_AT_ONCE = -1
-"""Used instead of a slot's position in the order of reading, for the moment when a compiled region brings back all compressed
-and offloaded values at once."""
+"""A stand-in for a slot's position in the order of reading. It means the moment when a compiled region brings back all
+compressed and offloaded values at once."""
 
 
 class BufferEvent(NamedTuple):
-    """The allocation (positive bytes) or release (negative bytes) of a buffer of the recomputation, at an even instant.
+    """Data: one allocation (positive bytes) or release (negative bytes) of a buffer that recomputation uses.
 
-    With ``is_due`` the buffer is released because saved tensors (slots) end, before anything is rebuilt at that instant. A
-    workspace (memory that an op needs while it runs) is a buffer that lives for one op.
+    Events are at even instants. With ``is_due`` the buffer is released because saved tensors (slots) end, before anything is
+    rebuilt at that instant. A workspace (memory that an op needs while it runs) is a buffer that lives for one op.
     """
 
     instant: int
@@ -43,7 +44,7 @@ class BufferEvent(NamedTuple):
 
 @dataclass(slots=True)
 class Replay:
-    """Data: the bytes that a set of choices adds to the fixed bytes (those that no decision changes).
+    """Data: the memory that one simulated recomputation needs, in addition to the bytes that are in memory under any plan.
 
     ``holds`` maps storages of the trace to spans of instants while kept values hold them; spans may overlap each other and the
     fixed bytes. ``copies`` are private copies of inputs (span, bytes, label). ``payloads`` are the bytes that packed
@@ -62,12 +63,16 @@ class Replay:
     loads: list[tuple[int, int]] = field(default_factory=list)
     """The packed values that are brought back, as (region, value) pairs in the order of bringing back."""
     live: list[Live] = field(default_factory=list)
-    """The label and bytes of each rebuilt buffer at the watched instant, at the moment within it when their sum is largest."""
+    """The label and bytes of each rebuilt buffer that is alive at the watched instant. Within this instant, the moment counts
+    when these bytes are largest."""
     buffers: list[BufferEvent] = field(default_factory=list)
     """All allocations and releases of the replay's buffers, in order."""
 
     def has_rebuilt(self, instant: int) -> bool:
-        """Return True if any rebuilt value is alive at an instant; at an even instant, at any moment of it."""
+        """Return True if any rebuilt value is in memory at an instant.
+
+        At an even instant, where recomputation runs, a moment of this recomputation is enough.
+        """
         levels = dict(self.levels)
         before = [at for at in levels if at <= instant]
         return bool(before) and levels[max(before)] > 0
@@ -75,7 +80,10 @@ class Replay:
 
 @dataclass(slots=True)
 class _Memory:
-    """The buffers of a recomputation with their reference counts. It appends each allocation and release to ``log``."""
+    """The simulated buffers of a recomputation, each with a count of references.
+
+    Allocations and releases are added to ``log``.
+    """
 
     log: list[BufferEvent]
     bytes_now: int = 0
@@ -85,7 +93,7 @@ class _Memory:
     labels: list[str] = field(default_factory=list)
 
     def allocate(self, size: int, label: str) -> int:
-        """Allocate a buffer with one reference, and return its number."""
+        """Add a buffer of ``size`` bytes that has one reference, and return the buffer's number."""
         self.sizes.append(size)
         self.references.append(1)
         self.labels.append(label)
@@ -95,7 +103,7 @@ class _Memory:
         return buffer
 
     def retain(self, buffer: int) -> int:
-        """Add a reference to a buffer, and return its number."""
+        """Add a reference to a buffer. Return the buffer's number, which was passed in."""
         self.references[buffer] += 1
         return buffer
 
@@ -108,7 +116,7 @@ class _Memory:
             self.log.append(BufferEvent(self.instant, buffer, -size, self.labels[buffer], is_due))
 
     def alive(self) -> list[Live]:
-        """Return the label and bytes of each buffer that is alive."""
+        """Return a list with the label and the bytes of each buffer that is alive."""
         return [
             (label, size)
             for label, size, references in zip(self.labels, self.sizes, self.references, strict=True)
@@ -153,7 +161,10 @@ def replay(
 
 
 class _Machine:
-    """The simulation of one recomputation; ``out`` has the results after ``hold`` and ``run`` have been called."""
+    """The simulation of one recomputation of one region, or of several linked ones.
+
+    Call ``hold``, then ``run``; then ``out`` has the results.
+    """
 
     def __init__(
         self, index: StepIndex, choices: Mapping[int, Choice], linked: Mapping[int, frozenset[int]], watch: int
@@ -171,7 +182,10 @@ class _Machine:
             self.parts[region] = self._part(region, choices[region], linked)
 
     def _part(self, region: int, choice: Choice, linked: Mapping[int, frozenset[int]]) -> _Part:
-        """Return the state of one region at the beginning: its schedule, its dropped inputs, and who rebuilds them."""
+        """Return the state of one region before backward begins.
+
+        It has the region's schedule of recomputation, its dropped inputs, and the region that rebuilds them.
+        """
         view = self.index.views[region]
         graph = view.graph
         mine = linked.get(region, frozenset())
@@ -221,14 +235,14 @@ class _Machine:
             self._hold_packed(part, packed)
 
     def _hold_packed(self, part: _Part, stops: Mapping[int, int]) -> None:
-        """Record the memory of packed (compressed or offloaded) values until their last reader releases them.
+        """Record the memory of one region's packed (compressed or offloaded) values until their last reader releases them.
 
         A compressed value has a payload on the device. An offloaded value has its source tensor, until the transfer ends.
 
-        Payloads are made one after the other, the largest saving first, and each source is freed at once. The extra memory
-        of packing is the maximum of this sequence, on top of all that forward saved. Compiled code is different: it hands
-        over all saved values when its forward ends and takes all of them back when its backward begins. So its sources
-        live until forward ends, and its payloads are freed when backward begins.
+        Payloads are made one after the other, the largest saving first, and each source is freed at once. The extra memory of
+        packing is the maximum of this sequence, on top of all that forward saved. Compiled code is different: it hands over all
+        saved values when its forward ends and takes all of them back when its backward begins. So its sources live until
+        forward ends, and its payloads are freed when backward begins.
         """
         call = part.view.call
         exit_ = 2 * call.forward[1]
@@ -248,7 +262,7 @@ class _Machine:
             self.out.packing.append(((exit_ - 1, exit_), most, f"{part.view.call.name} packing"))
 
     def _packing_bytes(self, part: _Part, values: Collection[int]) -> int:
-        """Return the most extra bytes while values are compressed when forward ends.
+        """Return the most bytes that are needed in addition while values are compressed at the end of a region's forward.
 
         They are payloads and workspaces, on top of the tensors that forward saved, minus source tensors that are already freed.
         """
@@ -275,7 +289,7 @@ class _Machine:
         return f"{part.view.call.name} {part.choice.forms[value]} of {part.view.graph.values[value].name}"
 
     def _transfer(self, part: _Part, value: int) -> Span:
-        """Return two instants of an offloaded value: when it is freed, and when room for it is allocated again."""
+        """Return two instants for an offloaded value: when its memory is freed, and when room for it is allocated again."""
         region = part.view.call.index
         if self.index.transfers is not None:
             return self.index.transfers.spans[region, value]
@@ -284,7 +298,7 @@ class _Machine:
         return 2 * after.forward[1], 2 * after.backward[0]
 
     def _hold(self, part: _Part, value: int, start: int, stop: int) -> None:
-        """Record that the storage of a value is held from one instant to another."""
+        """Record that the storage of a region's value is in memory from the instant ``start`` to the instant ``stop``."""
         self.out.holds.setdefault(part.view.graph.values[value].storage, []).append((start, stop))
 
     def _stop(self, part: _Part, slot_index: int) -> int:
@@ -297,7 +311,10 @@ class _Machine:
         return max(self._needed_until(self.parts[r]) for r in part.consumers)
 
     def _needed_until(self, part: _Part) -> int:
-        """Return the instant when the last of a region's saved tensors that are made of its dropped inputs is released."""
+        """Return the instant until which a region needs its dropped inputs.
+
+        It is when the last of the region's saved tensors that are made of these inputs is released.
+        """
         graph = part.view.graph
         direct = [slot for value in part.linked for slot in part.view.slots_of.get(value, ())]
         through = [
@@ -348,7 +365,7 @@ class _Machine:
         self._let_go(self.index.instants)
 
     def _let_go(self, instant: int) -> None:
-        """Release the buffers of all saved tensors (slots) that are released at or before ``instant``."""
+        """Release the buffers of all slots (saved tensors) that end at or before an instant."""
         for due in sorted(d for d in self.releases if d <= instant):
             self.memory.instant = due
             for buffer in self.releases.pop(due):
@@ -357,7 +374,7 @@ class _Machine:
             self._look(due)
 
     def _look(self, instant: int) -> None:
-        """Record the live buffers for ``Replay.live``.
+        """Record in ``Replay.live`` which buffers are alive, if ``instant`` is not after the watched instant.
 
         Before the watched instant, the latest buffers are recorded; at the watched instant, those with the largest sum.
         """
@@ -369,7 +386,10 @@ class _Machine:
         self.watched = -1 if instant < self.watch else max(level, self.watched)
 
     def _work(self, instant: int, label: str, workspace_bytes: int) -> None:
-        """Allocate the workspace of an op or a codec for a moment, and raise the recomputation's maximum if it is exceeded."""
+        """Count the workspace of an op or a codec: memory that is allocated and freed at once.
+
+        If the recomputation's bytes with the workspace are a new maximum, record it.
+        """
         buffer = self.memory.allocate(workspace_bytes, label) if workspace_bytes else -1
         self.highest = max(self.highest, self.memory.bytes_now)
         self._look(instant)
@@ -391,9 +411,10 @@ class _Machine:
         self._forget(part, segment.frees)
 
     def _ask(self, part: _Part, instant: int) -> None:
-        """Rebuild the outputs of the provider (the region that makes the dropped inputs of ``part``), once.
+        """Make the provider of a region rebuild its outputs, if this has not happened yet.
 
-        The provider may have to ask its own provider first.
+        The provider is the earlier region that makes the dropped inputs of ``part``. The provider may have to ask its own
+        provider first.
         """
         provider = self.parts[part.provider]
         if provider.asked:
@@ -407,7 +428,10 @@ class _Machine:
             self._forget(provider, segment.frees)
 
     def _run_segment(self, part: _Part, segment: Segment, instant: int) -> None:
-        """Run the ops and loads that rebuild one saved tensor (or the region's outputs); allocate and free their buffers."""
+        """Simulate one segment: the ops and loads that rebuild one saved tensor, or the region's outputs.
+
+        A load brings back a compressed or offloaded value. Buffers are allocated and freed as the ops need them.
+        """
         graph = part.view.graph
         wanted: dict[int, int] = {}
         if segment.slot == BOUNDARY:
@@ -441,7 +465,7 @@ class _Machine:
             self._forget(part, step.frees)
 
     def _load(self, part: _Part, load: int, wanted: Mapping[int, int], instant: int) -> None:
-        """Decode or fetch a packed value into a new buffer.
+        """Bring a packed value back into a new buffer: decode a compressed value, or fetch an offloaded one.
 
         An offloaded value has a buffer on the device already from the start of its transfer back.
         """
@@ -458,11 +482,11 @@ class _Machine:
         self._work(instant, f"{part.view.call.name} workspace of {form.name}", form.workspace_bytes)
 
     def _keep_until(self, buffer: int, instant: int) -> None:
-        """Add a reference to a buffer that is removed at an instant."""
+        """Add a reference to a buffer, and schedule its removal at an instant."""
         self.releases.setdefault(instant, []).append(self.memory.retain(buffer))
 
     def _forget(self, part: _Part, values: Iterable[int]) -> None:
-        """Remove the references that these values have to their buffers."""
+        """Remove the references that these values of a region have to their buffers. A buffer without references is freed."""
         for value in values:
             buffer = part.buffer_of.pop(value, None)
             if buffer is not None:

@@ -20,11 +20,12 @@ from typing import NamedTuple
 from plimsoll.artifacts.region import RegionGraph
 
 BOUNDARY = -1
-"""Stands for the region's outputs where a slot's index is expected: a later region whose input was dropped reads them."""
+"""A number that means the region's outputs where the index of a slot (saved tensor) is expected. A later region whose
+input was dropped reads these outputs."""
 
 
 class Unreachable(Exception):
-    """Raised if a value can be neither stored nor rebuilt; ``value`` is its id and ``obstacle`` says why."""
+    """Raised if a plan drops a value that cannot be rebuilt; ``value`` is its id and ``obstacle`` says why."""
 
     def __init__(self, value: int, obstacle: str) -> None:
         super().__init__(obstacle)
@@ -33,7 +34,7 @@ class Unreachable(Exception):
 
 
 NO_OP = -1
-"""The ``op`` of a step that does not run an op, but brings back a packed (compressed or offloaded) value."""
+"""Stands for an op's id in a step that does not run an op, but brings back a packed (compressed or offloaded) value."""
 
 
 class ReplayStep(NamedTuple):
@@ -102,7 +103,7 @@ def can_rebuild(graph: RegionGraph, values: Iterable[int], stored: Set[int]) -> 
 
 
 def _recipe(graph: RegionGraph, targets: Iterable[int], stored: Set[int]) -> tuple[set[int], set[int]]:
-    """Return the ops that rebuild all targets, and the stored values that these ops read.
+    """Return the ops that rebuild all target values, and the stored values that these ops read, both as sets of ids.
 
     Raises:
         Unreachable: an op on the way must not run again, or a value on the way is not held.
@@ -213,7 +214,10 @@ def build_schedule(
 
 
 class _Part(NamedTuple):
-    """A segment before it is known which values its steps free. A step is (op, value to load); one of the two is -1."""
+    """Data: one segment (the work for one saved tensor) before it is known which values its steps free.
+
+    A step is (op, value to load); one of the two is -1.
+    """
 
     slot: int
     values: tuple[int, ...]
@@ -221,9 +225,9 @@ class _Part(NamedTuple):
 
 
 def _in_order(graph: RegionGraph, ops: Sequence[int], loads: Set[int]) -> tuple[tuple[int, int], ...]:
-    """Return steps: the ops in program order, and each load of a compressed or offloaded value right before its first reader.
+    """Return the steps of a recomputation in their order: ops, and loads of compressed or offloaded values.
 
-    Loads that no op reads come last.
+    Ops are in program order. A load comes right before the first op that reads the value. Loads that no op reads come last.
     """
     if not loads:
         return tuple((op, -1) for op in ops)
@@ -238,7 +242,7 @@ def _in_order(graph: RegionGraph, ops: Sequence[int], loads: Set[int]) -> tuple[
 
 
 def _with_frees(graph: RegionGraph, parts: list[_Part], held: frozenset[int]) -> tuple[Segment, ...]:
-    """Return the segments with, for each step, the values to free after it.
+    """Return the segments (the work for each saved tensor), with the values that can be freed after each step.
 
     The walk goes backwards, so the first reader that it meets is the value's last reader.
     """

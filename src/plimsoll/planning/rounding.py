@@ -32,9 +32,10 @@ _GROUPS = ((10, 3), (12, 2), (8, 2), (4, 1))
 """One entry for each round of the search, repeated cyclically: how many regions change their choices together, and how many of
 these regions are regions whose present choice does not add time."""
 _ROUNDS_AT_MOST = 12
-"""The maximum number of rounds of a search. Each round divides all regions into new groups."""
+"""A search for a better combination of choices stops after this many rounds. Each round divides all regions into new groups."""
 _NEAREST = 256
-"""Combinations use only this many choices of each region: those with the smallest reduced costs."""
+"""A search combines only this many choices of each region: those with the smallest reduced costs (least seconds beyond the
+optimum)."""
 _LEAST_WIDTH = 32
 
 
@@ -57,8 +58,10 @@ QUICK, THOROUGH = Effort(256, 2_000_000, 2), Effort(1024, 8_000_000, 4)
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """The limits on a combination of choices: the bytes in each window (a stretch of the step), and the gradient error and
-    offloaded bytes of all regions together.
+    """The limits on a combination of choices, and the figures of the choices, to tell which combinations fit.
+
+    The limits are on the bytes in each window (a stretch of the step), and on the gradient error and the offloaded bytes of all
+    regions together.
     """
 
     windows: Windows
@@ -66,19 +69,19 @@ class Room:
     limits: Limits
 
     def starts(self) -> list[int]:
-        """Return the column of each region's first choice in a table with the choices of all regions as columns.
+        """Return, for each region, the column of its first choice in tables that have the choices of all regions as columns.
 
-        The number of all columns comes last.
+        The regions' choices follow each other. The number of all columns comes last.
         """
         return [0, *np.cumsum([len(choices) for choices in self.windows.effects]).tolist()]
 
     def load(self, taken: Taken) -> Ints:
-        """Return an array with the bytes of each window (a stretch of the step) under a combination of choices."""
+        """Return an array with the bytes in each window (a stretch of the step) under the choices in ``taken``."""
         parts = (table[:, choice] for table, choice in zip(self.windows.added_bytes, taken, strict=True))
         return sum(parts, self.windows.fixed_bytes.copy())
 
     def figures(self, taken: Taken) -> tuple[float, float, int]:
-        """Return the sums of a combination over all regions: added seconds, squared gradient error, and offloaded bytes."""
+        """Return three sums over all regions of a combination: added seconds, squared gradient error, and offloaded bytes."""
         effects = [choices[c] for choices, c in zip(self.windows.effects, taken, strict=True)]
         return (
             sum(effect.seconds for effect in effects),
@@ -87,13 +90,15 @@ class Room:
         )
 
     def holds(self, taken: Taken) -> bool:
-        """Return True if a combination is within the budget and the limits."""
+        """Return True if a combination of choices is within the budget in each window, and within the other limits."""
         _, squared_error, link_bytes = self.figures(taken)
         return self.limits.allow(squared_error, link_bytes) and int(self.load(taken).max()) <= self.budget_bytes
 
 
 def round_down(room: Room, shares: Floats) -> Taken | None:
-    """Round a relaxed optimum to one whole choice for each region that fit the limits; ``None`` if they cannot be made to fit.
+    """Turn a relaxed optimum, which mixes choices, into one whole choice for each region that fit the limits together.
+
+    ``None`` if the choices cannot be made to fit.
 
     Args:
         room: the limits.
@@ -111,7 +116,7 @@ def round_down(room: Room, shares: Floats) -> Taken | None:
 
 
 def speed_up(room: Room, taken: Taken) -> Taken:
-    """Return the combination with faster choices for all regions where the limits allow this."""
+    """Return a combination like ``taken``, but with faster choices for regions where the limits allow this."""
     search = _Search(room, list(taken))
     search.improve()
     return tuple(search.taken)
@@ -257,10 +262,10 @@ class _Beam:
     def _tables(
         self, near: dict[int, Ints], others: Sequence[int], current: Sequence[int], budget_bytes: int
     ) -> tuple[dict[int, Ints], Ints]:
-        """Return a table for each region in ``near``, with the bytes that its choices add, and the load of the other regions.
+        """Return a table for each region in ``near``, with the bytes that its choices add, and the bytes of all other regions.
 
-        Both contain only the windows whose bytes may exceed the budget. The load is relative to the budget: positive means
-        too much.
+        Both contain only the windows whose bytes may exceed the budget. The load is relative to the budget: positive means too
+        much.
         """
         windows = self._windows
         load = windows.fixed_bytes - budget_bytes
@@ -276,10 +281,10 @@ class _Beam:
 
 
 def _fitting(before: Ints, choice: Ints, loads: Ints, added: Ints, left: Ints, width: int) -> tuple[Ints, Ints, Ints]:
-    """Return the first ``width`` combinations (0: all) that leave enough room for the smallest choices of the other regions.
+    """Return the first ``width`` extended combinations that leave enough room for the other regions' smallest choices.
 
-    The result has three arrays: the positions of the extended combinations, the added choices, and the new loads. Of
-    combinations with equal loads in all windows only the first is kept.
+    0 means all. The result has three arrays: the positions of the extended combinations, the added choices, and the new loads.
+    Of combinations with equal loads in all windows only the first is kept.
     """
     # Compare loads by a random weighted sum modulo 2^64. If two different loads collided, only one combination would be lost.
     weights = np.random.default_rng(0).integers(2**62, size=loads.shape[1])
@@ -312,9 +317,9 @@ class _Search:
         _, self._error, self._link = room.figures(tuple(taken))
 
     def repair(self) -> bool:
-        """Change choices such that windows (stretches of the step) exceed the budget by less, until no window exceeds it.
+        """Change choices of single regions to lower the bytes in windows that exceed the budget, until no window exceeds it.
 
-        Return whether this succeeded.
+        Return whether this succeeded. A window is a stretch of the step.
         """
         if not self._limits.allow(self._error, self._link):
             return False
@@ -332,7 +337,7 @@ class _Search:
         return bool(self._load.max() <= self._budget_bytes)
 
     def improve(self) -> None:
-        """Change regions to faster choices that fit, until no region has such a choice (or for 4 passes)."""
+        """Give regions faster choices that fit the limits, until no region has such a choice (or for 4 passes)."""
         for _ in range(_PASSES_AT_MOST):
             before = list(self.taken)
             # Late regions first: they hold their bytes for the shortest time.
@@ -345,7 +350,10 @@ class _Search:
                 break
 
     def _loads(self, region: int) -> Ints:
-        """Return a table of the bytes in each window (row: a stretch of the step), for each choice of a region (column)."""
+        """Return a table of bytes for one region: a row for each window (a stretch of the step), a column for each choice.
+
+        An entry has the bytes of the window if the region takes this choice.
+        """
         added = self._added[region]
         loads: Ints = (self._load - added[:, self.taken[region]])[:, None] + added
         return loads

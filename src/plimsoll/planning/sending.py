@@ -45,17 +45,19 @@ _NORM = re.compile(r"norm|(?:^|[._])ln(?:[._\d]|$)", re.IGNORECASE)
 
 @dataclass(frozen=True, slots=True)
 class Sending:
-    """Data: the setting of a framework's offloading switches, which says what goes to the host.
+    """Data: the setting of another framework's offloading switches, which says which tensors go to the host.
 
-    It is the tensors that autograd saves in these ``modules``; if ``modules`` is empty, the inputs of recomputed layers.
-    ``fraction`` is the share of all groups (a module of one layer) that is sent.
+    They are the tensors that autograd saves in these ``modules``; if ``modules`` is empty, the inputs of recomputed layers.
+    ``fraction`` is the share of all groups that is sent. A group is what autograd saves in one module of one layer.
     """
 
     modules: tuple[str, ...] = ()
     fraction: float = 1.0
 
     def run(self, index: StepIndex, choices: Sequence[Choice]) -> Simulation:
-        """Simulate the step with these choices. Of the values that they hold, those that the switches select are sent.
+        """Simulate a step with these choices, and with another framework's switches that offload values to the host.
+
+        Of the values that the choices keep, those that the switches select are offloaded.
 
         Args:
             index: the step, with forms of the host for every value that may be sent.
@@ -65,7 +67,10 @@ class Sending:
 
 
 def _in_line(index: StepIndex, choices: Sequence[Choice]) -> Simulation:
-    """Simulate the step with the *in line* schedule, which sends the inputs of recomputed layers on the computing stream."""
+    """Simulate a step that offloads the inputs of recomputed layers on the stream that computes.
+
+    This is the schedule *in line* of the module: compute waits for every copy.
+    """
     takers: dict[int, int] = {}
     for view in index.views:
         for value in view.graph.values:
@@ -84,14 +89,14 @@ def _in_line(index: StepIndex, choices: Sequence[Choice]) -> Simulation:
 
 
 def _both_ways(index: StepIndex, size: int) -> float:
-    """Return the seconds to send this many bytes to the host and to copy them back."""
+    """Return the seconds that ``size`` bytes need to go to the host and to come back."""
     link = index.forms.link
     assert link is not None, "forms that are sent have a link"
     return 2 * link.latency_seconds + size / link.out_bytes_per_second + size / link.in_bytes_per_second
 
 
 def _with_sent(index: StepIndex, view: RegionView, choice: Choice, sent: Sequence[int]) -> Choice:
-    """Return the same choice, except that these values are offloaded."""
+    """Return a copy of one region's choice that offloads the values ``sent``."""
     link = index.forms.link
     packed = frozenset((value, link.name) for value in sent if link is not None)
     return Choice(choice.kept - frozenset(sent), packed, is_boundary_dropped=choice.is_boundary_dropped)
@@ -116,7 +121,7 @@ class _Group:
 
 
 class _Beside:
-    """The simulation of one step with two streams for copies, one in each direction (the second schedule of this module)."""
+    """The simulation of a step that offloads on two separate streams, one out and one back (the module's second schedule)."""
 
     def __init__(self, index: StepIndex, choices: Sequence[Choice], sending: Sending) -> None:
         self.index, self.choices, self.sending = index, choices, sending
@@ -125,13 +130,13 @@ class _Beside:
         self.link = link
         self.layers = _layers(index)
         self.gone: dict[tuple[int, int], list[float]] = {}
-        """Maps (region, value) to the times, in seconds, at which copies of the value to the host are done."""
+        """Maps (region, value) to a list of times in seconds: when each copy of the value to the host is done."""
         self.back: dict[tuple[int, int], list[int]] = {}
-        """Maps (region, value) to the ticks at which copies of the value back are requested."""
+        """Maps (region, value) to a list of ticks (positions of ops): when each copy of the value back is requested."""
         self.waiting: dict[int, float] = {}
 
     def run(self) -> Simulation:
-        """Schedule all copies, and simulate the step with this schedule."""
+        """Schedule all copies to the host and back, and return the simulated step with this schedule."""
         groups = self.groups
         self._send(groups)
         self._fetch(groups)
@@ -175,7 +180,7 @@ class _Beside:
 
     @cached_property
     def clock(self) -> npt.NDArray[np.float64]:
-        """An array with, for each tick, the seconds of compute before it, including recomputed ops."""
+        """An array with, for each op of the step, the seconds of compute before the op begins, including recomputed ops."""
         index = self.index
         clock: npt.NDArray[np.float64] = index.seconds_before.copy()
         for region, op in run_choices(index, self.choices).replayed:
@@ -184,14 +189,17 @@ class _Beside:
         return clock
 
     def _tick_at(self, seconds: float) -> int:
-        """Return the first tick that starts when at least ``seconds`` of compute are done."""
+        """Return the position of the first op that begins when at least ``seconds`` of the step's compute are done."""
         return int(np.searchsorted(self.clock, seconds))
 
     def _copy_seconds(self, group: _Group, bytes_per_second: float) -> float:
         return len(group.values) * self.link.latency_seconds + group.bytes / bytes_per_second
 
     def _send(self, groups: Sequence[_Group]) -> None:
-        """Schedule the copies to the host, one group after the other."""
+        """Record, for each group to send, when its copy to the host is done. The groups are copied one after the other.
+
+        A group is what autograd saves in one module of one layer.
+        """
         free = 0.0
         for group in groups:
             if group.is_sent:
@@ -201,7 +209,11 @@ class _Beside:
                     self.gone.setdefault((group.region, value), []).append(free)
 
     def _fetch(self, groups: Sequence[_Group]) -> None:
-        """Schedule the copy of each group back when it is requested, and make compute wait until the copy is done."""
+        """Schedule the copy of each group back from the host, and record how long compute waits for each.
+
+        A group is what autograd saves in one module of one layer. Its copy begins when it is requested, and the module's
+        backward waits until the copy is done.
+        """
         asked_for = [group for group in groups if group.is_sent]
         there: dict[tuple[int, str], float] = {}
         free = 0.0
@@ -220,7 +232,10 @@ class _Beside:
                 self.waiting[group.region] = self.waiting.get(group.region, 0.0) + wait
 
     def _fetch_group(self, group: _Group, tick: int, start: float, there: dict[tuple[int, str], float]) -> float:
-        """Schedule the copy of a group back, unless it is back already; return the time when the stream is free again."""
+        """Schedule the copy of one group back from the host, and return the time in seconds when the stream is free again.
+
+        Values that are already back are not copied a second time.
+        """
         key = (group.region, group.module)
         if key in there:
             return start
@@ -232,14 +247,17 @@ class _Beside:
 
 
 class _Layer(NamedTuple):
-    """Data: the name of the module of each op of a layer, and a mapping from modules to the tensors that their ops saved."""
+    """Data: the modules of one layer.
+
+    One field names the module of each op, the other maps modules to the tensors they saved.
+    """
 
     modules: list[str]
     slots: dict[str, list[Slot]]
 
 
 def _layers(index: StepIndex) -> list[_Layer]:
-    """Return one entry for each region: the modules of its ops, and the saved tensors of each module."""
+    """Return one entry for each region, which is one layer here: the modules of its ops, and each module's saved tensors."""
     kinds = {view.call.kind: view for view in index.views}
     modules = {kind: modules_of(view) for kind, view in kinds.items()}
     found = []
@@ -253,7 +271,10 @@ def _layers(index: StepIndex) -> list[_Layer]:
 
 
 def _groups_of(view: RegionView, choice: Choice, layer: _Layer, named: Sequence[str]) -> Iterator[_Group]:
-    """Yield one group for each of these modules in a region: values that the choice keeps, and inputs of recomputation."""
+    """Yield one group (the tensors that go to the host together) for each named module of a region.
+
+    A group has those saved tensors of the module that the choice keeps, and inputs that recomputation starts from.
+    """
     graph = view.graph
     for module in layer.slots.keys() & set(named):
         saved, ops = layer.slots[module], [op for op in graph.ops if layer.modules[op.id] == module]

@@ -86,7 +86,10 @@ def run_choices(index: StepIndex, choices: Sequence[Choice]) -> Simulation:
 
 
 def _as_one_code(index: StepIndex, choices: Sequence[Choice]) -> Sequence[Choice]:
-    """Return the choices such that a value that one call of a compiled region does not keep is dropped in all its calls."""
+    """Return the choices, changed so that all calls of a compiled region take the same decision about each value.
+
+    If one call does not keep a value, the value is dropped in all calls, because they run the same code.
+    """
     choices = list(choices)
     for calls in index.compiled_together:
         names = {
@@ -99,10 +102,10 @@ def _as_one_code(index: StepIndex, choices: Sequence[Choice]) -> Sequence[Choice
 
 
 class StepReplays:
-    """The replays (simulated recomputation) of all regions of a step under one choice for each, and the memory they hold.
+    """The simulated recomputation of all regions of one step, with one choice for each region, and the memory it takes.
 
-    Regions are replayed together if one drops its input and the other rebuilds it. ``watch`` is an instant at which the
-    replays list their live buffers (see ``replay``); -1 for none.
+    Regions are replayed together if one drops its input and the other rebuilds it. ``watch`` is an instant at which the replays
+    list their live buffers (see ``replay``); -1 for none.
     """
 
     def __init__(self, index: StepIndex, choices: Sequence[Choice], watch: int = -1) -> None:
@@ -116,12 +119,15 @@ class StepReplays:
                 self.holds.setdefault(storage, []).extend(spans)
 
     def cover(self, storage: int) -> list[Span]:
-        """Return the spans of instants at which a storage of the trace is alive, by itself or because a region holds it."""
+        """Return the spans of instants at which a storage of the trace is in memory under these choices.
+
+        It is alive by itself, or a region holds it. Buffers of recomputation do not count.
+        """
         cover = actual_cover(self.index, storage, self.linked)
         return merge([*cover, *self.holds[storage]]) if storage in self.holds else cover
 
     def is_alive(self, storage: int, instant: int) -> bool:
-        """Return True if a storage of the trace is alive at an instant, by itself or because a region holds it."""
+        """Return True if a storage of the trace is in memory at an instant, by itself or because a region holds it."""
         for spans in (actual_cover(self.index, storage, self.linked), self.holds.get(storage, ())):
             for start, stop in spans:
                 if start <= instant < stop:
@@ -149,9 +155,10 @@ class StepReplays:
 def _replayed(
     index: StepIndex, chain: Mapping[int, Choice], linked: Mapping[int, frozenset[int]], watch: int
 ) -> Replay:
-    """Return the replay (simulated recomputation) of a chain of linked regions.
+    """Return the simulated recomputation of linked regions, from a cache if only one region is recomputed.
 
-    Replays of single regions are cached, because plans for other budgets change only a few regions.
+    Regions are linked if one drops its input and the other rebuilds it. Single regions are cached, because plans for other
+    budgets change only a few regions.
     """
     if len(chain) > 1:
         return replay(index, chain, linked, watch)
@@ -186,14 +193,14 @@ def engine_seconds(index: StepIndex, view: RegionView) -> float:
 
 
 def is_touched(view: RegionView, choice: Choice) -> bool:
-    """Return True if a region does not simply keep everything under this choice, so that Plimsoll changes it."""
+    """Return True if Plimsoll has to change how a region runs, because the choice does not simply keep everything."""
     return choice.is_boundary_dropped or len(choice.kept) < len(view.decided)
 
 
 def _chains(
     index: StepIndex, choices: Sequence[Choice], linked: Mapping[int, frozenset[int]]
 ) -> list[dict[int, Choice]]:
-    """Return the choices of regions that can decide anything, grouped into chains; each chain maps regions to choices.
+    """Group the regions that are recomputed together into chains, and return the chains; each maps regions to choices.
 
     Regions are in the same chain if one drops its input and the other rebuilds it.
     """
@@ -253,10 +260,10 @@ def _storage_changes(replays: StepReplays) -> Ints:
 
 
 def actual_cover(index: StepIndex, storage: int, linked: Mapping[int, frozenset[int]]) -> list[Span]:
-    """Return the spans of instants at which a storage is alive whatever is decided, if the inputs in ``linked`` are dropped.
+    """Return the spans of instants when a storage is alive under any plan that drops the inputs in ``linked``.
 
-    It is the result of ``StepIndex.covered``, except that saved tensors which are dropped inputs hold their storage only
-    until their region's forward ends.
+    It is the result of ``StepIndex.covered``, except that saved tensors which are dropped inputs hold their storage only until
+    their region's forward ends.
     """
     if not linked:
         return index.covered(storage)
@@ -269,7 +276,7 @@ def actual_cover(index: StepIndex, storage: int, linked: Mapping[int, frozenset[
 
 
 def _add_levels(curve: Ints, outcome: Replay) -> None:
-    """Add the bytes of a replay's rebuilt values to the bytes at each instant."""
+    """Add the bytes of rebuilt values during one recomputation to the array with the bytes at each instant."""
     levels = dict(outcome.levels)
     instants = sorted(levels)
     for instant, following in zip(instants, [*instants[1:], len(curve)][: len(instants)], strict=True):

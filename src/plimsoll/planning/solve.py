@@ -99,7 +99,9 @@ def solve(
 
 
 def lowest_known(planner: Planner) -> Plan:
-    """Return the plan with the lowest peak, for the first steps, before a better plan is ready.
+    """Return the plan with the lowest peak that the planner knows.
+
+    It is used for the first steps, until a better plan is ready.
 
     Other plans with the same peak may be faster.
     """
@@ -110,7 +112,10 @@ def lowest_known(planner: Planner) -> Plan:
 
 @dataclass(frozen=True, slots=True)
 class _Outcome:
-    """Data: the simulated step that becomes a plan, the status of the search, and a proven lower bound of the step time."""
+    """Data: the result of a search for a plan, before it is written down as a plan.
+
+    It has the simulated step, the status of the search, and a proven lower bound of the step time in seconds.
+    """
 
     simulation: Simulation
     status: Status
@@ -121,7 +126,10 @@ class _Outcome:
 
 
 def _optimise(planner: Planner, room_bytes: int | None) -> _Outcome:
-    """Find the step with the least seconds whose peak is at most ``room_bytes`` (``None``: no limit): strategy ``auto``."""
+    """Find the plan with the least seconds whose peak is at most ``room_bytes``, for the strategy ``auto``.
+
+    ``None`` means no limit. The outcome has the simulated step under this plan.
+    """
     if room_bytes is None or room_bytes >= planner.loosest.peak_bytes:
         return _Outcome(planner.loosest, Status.OPTIMAL, planner.loosest.seconds)
     best = planner.best_within(room_bytes)
@@ -135,7 +143,10 @@ def _optimise(planner: Planner, room_bytes: int | None) -> _Outcome:
 
 
 def _follow(planner: Planner, simulation: Simulation, room_bytes: int | None) -> _Outcome:
-    """Check a step under a named strategy, whose choices are given, against budget and limits, and bound its step time."""
+    """Return the outcome for a named strategy, whose step is already simulated.
+
+    The function checks the step against ``room_bytes`` and the planner's limits, and computes a lower bound of the step time.
+    """
     limit_bytes = simulation.peak_bytes if room_bytes is None else room_bytes
     if simulation.peak_bytes > limit_bytes:
         return _Outcome(simulation, Status.INFEASIBLE, planner.baseline.seconds)
@@ -160,7 +171,10 @@ def _bounded(planner: Planner, simulation: Simulation, lower: float, notes: tupl
 def _write(
     planner: Planner, outcome: _Outcome, budget_bytes: int | None, strategy: str, room_bytes: int | None, started: float
 ) -> Plan:
-    """Return the plan for an outcome, with prices, bounds, notes, and the seconds since ``started`` that planning took."""
+    """Return the plan for an outcome (simulated step and status), with prices, bounds, and notes.
+
+    ``started`` is the clock's time when planning began; the plan records the seconds since then.
+    """
     index, simulation, baseline = planner.index, outcome.simulation, planner.baseline
     window_prices = planner.window_prices(simulation, room_bytes)
     overhead = simulation.seconds - baseline.seconds
@@ -190,10 +204,10 @@ def _write(
 
 @dataclass(frozen=True, slots=True)
 class BestStep:
-    """Data: the fastest simulated step within a budget, or ``None`` if nothing fits.
+    """Data: the fastest simulated step that was found within a budget; the step is ``None`` if nothing fits.
 
-    ``lower_seconds`` is the solver's proven bound on the seconds that a plan adds to the step. ``is_finished`` is False if
-    the solver ran out of time.
+    ``lower_seconds`` is the solver's proven bound on the seconds that a plan adds to the step. ``is_finished`` is False if the
+    solver ran out of time.
     """
 
     simulation: Simulation | None
@@ -254,13 +268,16 @@ class Planner:
         self.build_seconds = time.monotonic() - started
 
     def heedless_of_error(self) -> Planner:
-        """Return a copy of the planner without an error limit, for named strategies. The floor and the ladder are the same."""
+        """Return a copy of the planner that allows any gradient error. It is used for named strategies.
+
+        The floor (the plan with the lowest peak) and the ladder (plans at other budgets) are not computed again.
+        """
         other = copy.copy(self)
         other.limits, other._bounds = Limits(math.inf, self.limits.link_bytes), {}
         return other
 
     def relimited(self, limits: Limits) -> Planner:
-        """Return a planner for the same step and the same choices, with other limits.
+        """Return a planner for the same step and the same choices, with other limits on gradient error and offloaded bytes.
 
         Raises:
             InvalidStrategy: the overrides alone exceed the limits.
@@ -275,7 +292,10 @@ class Planner:
         return other
 
     def _search(self, known: Planner | None) -> None:
-        """Find the floor, the plan with the lowest peak within the limits. Reuse results of ``known``, if it is a planner."""
+        """Find and store the floor: the plan with the lowest peak within the limits.
+
+        If ``known`` is another planner of the same step, its results are reused where they hold.
+        """
         if not self.allows(self.loosest):
             raise limits_error("all overrides together", self.loosest, self.limits)
         simulations = [s for s in self._extremes if self.allows(s)]
@@ -295,9 +315,10 @@ class Planner:
 
     @property
     def ladder(self) -> list[Simulation]:
-        """The simulated steps of all plans at budgets from the floor to the unmanaged peak, and of the other low-peak plans.
+        """A list of simulated steps, one for each plan of the ladder, and one for each other plan with a low peak.
 
-        They are computed on first use, because the first step under ``attach`` needs only the floor.
+        The ladder's plans are the fastest at budgets spread evenly from the floor to the unmanaged peak. They are computed on
+        first use, because the first step under ``attach`` needs only the floor.
         """
         if not self._rungs:
             self.problem.deadline = time.monotonic() + TIME_LIMIT_SECONDS
@@ -305,16 +326,17 @@ class Planner:
         return [*self._lowest, *filter(self.allows, self._rungs.values())]
 
     def allows(self, simulation: Simulation) -> bool:
-        """Return True if a simulated step is within the limits on gradient error and offloaded bytes."""
+        """Return True if the plan of a simulated step is within the planner's limits on gradient error and offloaded bytes."""
         return self.limits.allow(simulation.squared_error, simulation.link_bytes)
 
     def _run(self, choices: Sequence[Choice]) -> Simulation:
         return run_choices(self.index, choices)
 
     def _climb(self, known: Mapping[int, Simulation]) -> dict[int, Simulation]:
-        """Return a mapping from budgets to simulated steps: the ladder, spread evenly from the floor to the unmanaged peak.
+        """Solve the ladder: return a mapping from budgets in bytes to the simulated step of the best plan for each budget.
 
-        A budget is left out if no plan was found for it. ``known`` maps budgets to steps that need not be solved again.
+        The budgets are spread evenly from the floor to the unmanaged peak. A budget is left out if no plan was found for it.
+        ``known`` maps budgets to steps that need not be solved again.
         """
         # They depend only on the step, so a plan for a larger budget can fall back on every plan of a smaller one.
         low, high = self.floor.peak_bytes, self.loosest.peak_bytes
@@ -331,7 +353,10 @@ class Planner:
         return rungs
 
     def best_within(self, budget_bytes: int) -> BestStep:
-        """Return the fastest step whose simulated peak is within a budget; also the steps of the ladder are considered."""
+        """Solve for the fastest plan whose simulated peak is within the budget, and return its simulated step.
+
+        If a plan of the ladder (plans for fixed budgets) fits and is faster, its step is returned.
+        """
         fitting = [simulation for simulation in self.ladder if simulation.peak_bytes <= budget_bytes]
         lower = 0.0
         is_finished = True
@@ -369,7 +394,10 @@ class Planner:
         return bound
 
     def frontier(self) -> tuple[FrontierPoint, ...]:
-        """Return peak and step seconds of each plan of the ladder that no other plan beats in both, lowest peak first."""
+        """Return a point (peak in bytes, step seconds) for each plan of the ladder that is best in its way, lowest peak first.
+
+        A plan is left out if another plan has a peak and seconds that are both at most as large.
+        """
         points: list[FrontierPoint] = []
         for simulation in sorted(self.ladder, key=lambda s: (s.peak_bytes, s.seconds)):
             if not points or simulation.seconds < points[-1].step_seconds:
@@ -377,9 +405,10 @@ class Planner:
         return tuple(points)
 
     def window_prices(self, simulation: Simulation, room_bytes: int | None) -> npt.NDArray[np.float64]:
-        """Return an array with, for each window (a stretch of the step), the seconds that one byte less in it would cost.
+        """Return an array with, for each window (a stretch of the step), the price of its memory in seconds per byte.
 
-        All are 0 if the plan does not spend time to save memory.
+        It is the time that the step would lose if the window had one byte less. All prices are 0 if the plan does not spend
+        time to save memory.
         """
         if simulation.seconds > self.baseline.seconds:
             relaxed = self.problem.relax(room_bytes if room_bytes is not None else simulation.peak_bytes)
@@ -400,6 +429,6 @@ class Planner:
 
 
 def _choices(selection: Selection) -> tuple[Choice, ...]:
-    """Return the choice of each region in a selection."""
+    """Return a tuple with the choice that a result of the solver takes for each region."""
     assert selection.effects is not None
     return tuple(effect.choice for effect in selection.effects)

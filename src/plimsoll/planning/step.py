@@ -38,7 +38,8 @@ from plimsoll.planning.replay_schedule import can_rebuild
 
 Ints = npt.NDArray[np.int64]
 Span = tuple[int, int]
-"""A half-open range of instants: the first one, and the one after the last."""
+"""A time range in the step: the first instant in it, and the first instant after it. An instant is a moment before or during an
+op."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +67,7 @@ class RegionView:
 
     @property
     def graph(self) -> RegionGraph:
-        """The graph of the region's ops, values and saved tensors."""
+        """The graph of the region's call: its ops, its values and the tensors that autograd saved."""
         return self.call.graph
 
     @property
@@ -81,26 +82,35 @@ class RegionView:
 
     @property
     def everything(self) -> frozenset[int]:
-        """The values that are kept if the region keeps as much as possible: all values that are decided about."""
+        """The ids of the values that a region keeps if it keeps as much as possible: all values a plan may decide about."""
         return frozenset(self.decided)
 
     @property
     def nothing(self) -> frozenset[int]:
-        """The values that are kept if the region recomputes as much as possible: the movable values."""
+        """The ids of the values that are kept if the region recomputes as much as possible.
+
+        They are the movable values, which cannot be recomputed but may be compressed or offloaded.
+        """
         return frozenset(self.movable)
 
     def form(self, value: int, name: str) -> Form:
-        """Return the form (a codec's payload, or a transfer over a link) of a value that has this name."""
+        """Return the form with this name that a value may take. A form is a codec's payload, or a transfer over a link."""
         return next(form for form in self.forms[value].forms if form.name == name)
 
     def sensitivity(self, value: int) -> float:
-        """Return the relative error of the gradient per unit of relative error in a value; infinite if it was not measured."""
+        """Return the relative error of the gradient, divided by the relative error in a value that causes it.
+
+        It is infinite if it was not measured.
+        """
         entry = self.forms.get(value)
         return math.inf if entry is None else entry.sensitivity
 
     @property
     def leaves(self) -> frozenset[int]:
-        """The values that backward can read whatever is decided: values always kept, inputs, parameters, buffers."""
+        """The ids of the values that backward can read under any plan, and that recomputation can start from.
+
+        They are values always kept, inputs, parameters and buffers.
+        """
         return self.forced | self.copied | self.free
 
 
@@ -118,7 +128,10 @@ class Transfers:
 
 
 class StepIndex:
-    """The facts about one step that all simulations share, whatever the plan. It does not change once built, except caches."""
+    """The facts about one traced step that do not depend on a plan: lives of storages, fixed bytes, possible decisions, costs.
+
+    All simulations of the step share them. The object does not change once built, except for its caches.
+    """
 
     def __init__(
         self,
@@ -161,18 +174,24 @@ class StepIndex:
         """The schedule of transfers to simulate; ``None`` for Plimsoll's own schedule, which has one window per transfer."""
 
     def scheduled(self, transfers: Transfers | None) -> StepIndex:
-        """Return a copy of the step whose transfers follow this schedule; ``None`` for Plimsoll's own schedule."""
+        """Return a copy of the step whose transfers over the link follow the given schedule.
+
+        ``None`` means Plimsoll's own schedule.
+        """
         other = copy.copy(self)
         other.transfers, other.replays = transfers, {}
         return other
 
     def op_seconds(self, cost_key: str) -> float:
-        """Return the seconds of the op with this cost key; 0 if the costs do not contain the key."""
+        """Return the measured or predicted seconds of the op with this cost key; 0 if the costs do not contain the key."""
         cost = self.costs.ops.get(cost_key)
         return 0.0 if cost is None else cost.seconds
 
     def replay_seconds(self, cost_key: str) -> float:
-        """Return the seconds of recomputing the op with this cost key, including Plimsoll's own work for a recomputed op."""
+        """Return the seconds that it takes to run the op with this cost key again in backward.
+
+        Plimsoll's own work for a recomputed op is included.
+        """
         own = 0.0 if cost_key in self._kernels else self.costs.replay_seconds
         return self.op_seconds(cost_key) + own
 
@@ -183,7 +202,10 @@ class StepIndex:
 
     @cached_property
     def compiled_together(self) -> tuple[tuple[int, ...], ...]:
-        """For each compiled region with several calls in the step, a tuple of the calls' positions in ``views``."""
+        """A tuple for each compiled region that the step calls several times, with the positions of these calls in ``views``.
+
+        All calls of a compiled region run the same code, so they must take the same choice.
+        """
         calls: defaultdict[str, list[int]] = defaultdict(list)
         for at, view in enumerate(self.views):
             if view.call.is_compiled:
@@ -191,15 +213,15 @@ class StepIndex:
         return tuple(tuple(places) for places in calls.values() if len(places) > 1)
 
     def life(self, storage: int) -> Span:
-        """Return the first instant at which a storage is alive, and the first at which it is not any more.
+        """Return two instants: the first at which a storage is alive, and the first at which the storage is not alive any more.
 
-        The time while only saved tensors of regions hold it does not count.
+        The time when only saved tensors of regions hold the storage does not count.
         """
         entry = self.trace.storages[storage]
         return max(2 * entry.born + 1, 0), min(max(2 * entry.dies + entry.is_overwritten, 0), self.instants)
 
     def covered(self, storage: int) -> list[Span]:
-        """Return the spans of instants at which a storage is alive whatever is decided.
+        """Return the spans of instants at which a storage is alive under any plan.
 
         They are the storage's own life, and the time while saved tensors must hold it.
         """
@@ -209,7 +231,7 @@ class StepIndex:
         return self._covered[storage]
 
     def neighbour(self, region: int) -> RegionCall | None:
-        """Return the region call whose compute hides the transfers of ``region``, or ``None``.
+        """Return the region call whose compute hides the transfers of ``region``; or ``None``.
 
         It is the next region call, if its backward ends before the backward of ``region`` starts. Each transfer has one window:
         the next call's forward, or its backward. So the bytes at each instant do not depend on the link's speed, and the cost
@@ -233,12 +255,12 @@ class StepIndex:
 
     @cached_property
     def seconds_before(self) -> npt.NDArray[np.float64]:
-        """An array with, for each tick, the seconds of all ops before it."""
+        """An array with, for each op of the step, the seconds of all ops that run before it."""
         return np.cumsum([0.0, *(self.op_seconds(op.cost_key) for op in self.trace.ops)])
 
     @cached_property
     def workspace(self) -> Ints:
-        """An array with, for each instant, the bytes that the running op allocates and frees inside itself."""
+        """An array with, for each instant, the bytes that the op running then allocates and frees inside itself."""
         curve = np.zeros(self.instants, dtype=np.int64)
         for tick, op in enumerate(self.trace.ops):
             curve[2 * tick + 1] = self.trace.workspaces.get(op.cost_key, 0)
@@ -246,18 +268,21 @@ class StepIndex:
 
     @cached_property
     def handover(self) -> int:
-        """The instant at which forward has ended and backward has not begun."""
+        """The instant between forward and backward: forward has ended, and backward has not begun."""
         backward = (tick for tick, op in enumerate(self.trace.ops) if op.phase is not Phase.FORWARD)
         return 2 * next(backward, len(self.trace.ops))
 
     @cached_property
     def last_wait(self) -> int:
-        """The first instant at which no other micro-batch waits for its backward, because the optimizer steps."""
+        """The first instant at which no other micro-batch waits for its backward: the optimizer's step begins."""
         steps = (tick for tick, op in enumerate(self.trace.ops) if op.phase is Phase.OPTIMIZER)
         return 2 * next(steps, len(self.trace.ops) + 1)
 
     def waits(self, held_bytes: int) -> Ints:
-        """Return, for each instant, the bytes that all waiting micro-batches hold, if each of them holds ``held_bytes``."""
+        """Return an array with, for each instant, the bytes that all waiting micro-batches hold together.
+
+        A micro-batch waits between its forward and its backward; each holds ``held_bytes``.
+        """
         curve = np.zeros(self.instants, dtype=np.int64)
         curve[: self.last_wait] = self.waiting * held_bytes
         return curve
@@ -280,7 +305,7 @@ class StepIndex:
 
     @cached_property
     def fixed(self) -> Ints:
-        """An array with, for each instant, the bytes that no decision changes, those of waiting micro-batches included."""
+        """An array with, for each instant, the bytes that are in memory under any plan. Waiting micro-batches are included."""
         alone = self._fixed_alone()
         curve = alone + self.waits(int(alone[self.handover]) - self.lasting_bytes)
         curve[self.handover] += self.loss_bytes
@@ -297,7 +322,7 @@ class StepIndex:
         return int(self._fixed_alone()[self.handover]) - self.lasting_bytes
 
     def _fixed_alone(self) -> Ints:
-        """Return an array with the fixed bytes at each instant, without those of waiting micro-batches."""
+        """Return an array with, for each instant, the bytes that one micro-batch has in memory under any plan."""
         change = np.zeros(self.instants + 1, dtype=np.int64)
         for storage in self.trace.storages:
             for start, stop in self.covered(storage.id):
@@ -326,7 +351,7 @@ class StepIndex:
 
 
 def boundary_values(index: StepIndex, view: RegionView) -> frozenset[int]:
-    """Return the saved inputs of a region that are not held if the region's input is dropped.
+    """Return the ids of the saved inputs of a region that are not held if a choice drops the region's input.
 
     An earlier region made these inputs and can rebuild them. The result is empty if several regions made them.
     """
@@ -347,10 +372,7 @@ def boundary_values(index: StepIndex, view: RegionView) -> frozenset[int]:
 
 
 def _can_provide(maker: RegionView, storage: int) -> bool:
-    """Return True if ``storage`` is an output of region ``maker``, and ``maker`` can rebuild all its outputs.
-
-    It must be able to rebuild them from the values that it always holds.
-    """
+    """Return True if region ``maker`` outputs ``storage`` and can rebuild all outputs from values that it always holds."""
     outputs = maker.graph.outputs
     if (
         not maker.droppable
@@ -370,7 +392,10 @@ def provider_of(index: StepIndex, view: RegionView, linked: frozenset[int]) -> i
 
 
 def slot_stop(trace: Trace, slot: Slot) -> int:
-    """Return the instant at which a slot (saved tensor) is released; the end of the step if the trace has not seen it."""
+    """Return the instant at which a slot (a tensor that autograd saved) is released.
+
+    It is the end of the step if the trace did not record a release.
+    """
     return 2 * slot.released + slot.is_overwritten if slot.released >= 0 else 2 * len(trace.ops) + 2
 
 
@@ -393,7 +418,9 @@ def merge(spans: Iterable[Span]) -> list[Span]:
 
 
 def subtract(spans: Iterable[Span], covered: Iterable[Span]) -> list[Span]:
-    """Return the parts of ``spans`` that are outside ``covered``. Each of the two lists has to be disjoint and sorted.
+    """Return the parts of ``spans`` (half-open ranges) that are outside ``covered``.
+
+    In each of the two lists, the spans have to be disjoint and sorted.
 
     Example:
         >>> subtract([(0, 10)], [(2, 4), (8, 12)])
@@ -427,9 +454,10 @@ def _saved_by_several(trace: Trace) -> frozenset[int]:
 def _view(
     trace: Trace, call: RegionCall, forms: dict[str, ValueForms], shared: frozenset[int], *, may_recompute: bool
 ) -> RegionView:
-    """Return the view of one region call: the possible decisions for its values.
+    """Return what one region call may decide: which of its saved values may be recomputed, moved, or must be kept.
 
-    ``forms`` maps names of values to their forms, ``shared`` are the storages that several region calls save.
+    ``forms`` maps names of values to their possible forms (codecs and links). ``shared`` are the storages that several region
+    calls save.
     """
     graph = call.graph
     slots_of: dict[int, tuple[Slot, ...]] = {}
@@ -467,7 +495,10 @@ def _view(
 
 
 def _droppable(trace: Trace, call: RegionCall, saved: tuple[int, ...], given: frozenset[int]) -> tuple[int, ...]:
-    """Return the saved values that this region made and can rebuild, each if all other saved values are held."""
+    """Return the ids of the saved values that a region call made and can recompute, if all other saved values are held.
+
+    ``given`` are the values that are in memory anyway.
+    """
     graph = call.graph
     own = (
         v

@@ -65,7 +65,8 @@ _MODULES = {
     "shared": re.compile(r"shared_?experts?", re.IGNORECASE),
 }
 ROUTED = re.compile(r"(?<!shared_)experts", re.IGNORECASE)
-"""Matches the paths of experts that a router picks for each token, but not of shared experts."""
+"""Regular expression for module paths. It matches experts that a router picks for each token, and does not match shared
+experts, which every token passes."""
 _REDUCTION = re.compile(r"^(mean|sum|amax|amin|var|var_mean|std|norm|_softmax|max|min|logsumexp|prod|any|all)$")
 TORCHTITAN = "torchtitan"
 _SAVED_BY_TORCHTITAN = ("mm/2", "addmm", "bmm", "baddbmm", "_grouped_mm", "convolution", "sdpa", "topk", "max")
@@ -82,42 +83,54 @@ _PRODUCTS = _BATCHED | {"mm", "addmm"}
 
 
 def choose_none(index: StepIndex, _argument: str) -> tuple[Choice, ...]:
-    """Return the choice of each region that keeps everything."""
+    """Return one choice for each region (module): the choice keeps all values that the region saved for backward."""
     return tuple(Choice(view.everything) for view in index.views)
 
 
 def choose_full(index: StepIndex, _argument: str) -> tuple[Choice, ...]:
-    """Return the choice of each region that keeps only the region's input and the values that cannot be rebuilt."""
+    """Return one choice for each region (module): it keeps only the region's input and what cannot be rebuilt."""
     return tuple(Choice(view.nothing) for view in index.views)
 
 
 def choose_every(index: StepIndex, argument: str) -> tuple[Choice, ...]:
-    """Return the choices for groups of k regions (k is the argument). Each group keeps one input and is recomputed as one."""
+    """Return one choice for each region; k consecutive regions form a group, and ``argument`` is k.
+
+    Each group keeps only the input of its first region. In backward, all regions of the group are recomputed from this input.
+    """
     return _grouped(index.views, _group_size(argument))
 
 
 def choose_first(index: StepIndex, argument: str) -> tuple[Choice, ...]:
-    """Return the choices: the first n regions (n is the argument) keep only their inputs, the others keep everything."""
+    """Return one choice for each region: the first n regions keep only their inputs, the others keep everything.
+
+    ``argument`` is n.
+    """
     count = _group_size(argument, "first")
     return tuple(Choice(view.nothing if at < count else view.everything) for at, view in enumerate(index.views))
 
 
 def choose_nth(index: StepIndex, argument: str) -> tuple[Choice, ...]:
-    """Return the choices: each k-th region (k is the argument) keeps only its input, the others keep everything."""
+    """Return one choice for each region: each k-th region keeps only its input, the others keep everything.
+
+    ``argument`` is k.
+    """
     size = _group_size(argument, "nth")
     return tuple(Choice(view.everything if at % size else view.nothing) for at, view in enumerate(index.views))
 
 
 def choose_sqrt(index: StepIndex, _argument: str) -> tuple[Choice, ...]:
-    """Return the choices for groups of about √n of the n regions. Each group keeps one input and is recomputed as one."""
+    """Return one choice for each of the n regions, in groups of about √n regions.
+
+    Each group keeps only the input of its first region. In backward, all regions of the group are recomputed from this input.
+    """
     return choose_every(index, str(max(round(math.sqrt(len(index.views))), 1)))
 
 
 def choose_selective(index: StepIndex, argument: str) -> tuple[Choice, ...]:
-    """Return the choices of ``selective:``.
+    """Return one choice for each region under the strategy ``selective:argument``.
 
-    If the argument names modules or parts of a block (joined by ``+``), their values are recomputed and the rest is kept. If
-    the argument names ops (with commas), their outputs are kept and the rest is recomputed.
+    If the argument names modules or parts of a block (joined by ``+``), their values are recomputed and all other values are
+    kept. If the argument names ops (joined by commas), the outputs of these ops are kept and all other values are recomputed.
     """
     if "+" in argument:
         each = [choose_selective(index, part) for part in argument.split("+")]
@@ -147,7 +160,10 @@ def choose_selective(index: StepIndex, argument: str) -> tuple[Choice, ...]:
 
 
 def choose_min_cut(index: StepIndex, _argument: str) -> tuple[Choice, ...]:
-    """Return the choices that keep the fewest bytes such that cheap ops alone can rebuild the other values."""
+    """Return one choice for each region: it keeps the fewest bytes such that cheap ops can rebuild the other values.
+
+    Cheap ops are all ops other than products, reductions and random ones.
+    """
     found: dict[str, Choice] = {}
     for view in index.views:
         kind = view.call.kind
@@ -157,9 +173,10 @@ def choose_min_cut(index: StepIndex, _argument: str) -> tuple[Choice, ...]:
 
 
 def _fewest_bytes(view: RegionView) -> Choice:
-    """Return one region's choice for ``min-cut``: a minimum cut whose cost is the bytes kept.
+    """Return one region's choice under the strategy ``min-cut``, found as a minimum cut whose cost is the bytes kept.
 
-    An op that may run again costs next to nothing, any other op infinity.
+    In the cut's graph, a cheap op costs next to nothing to run again. Any other op costs infinity, so that it never runs again.
+    A value that a product of backward reads is always kept and counts 0 bytes, because dropping this value saves nothing.
     """
     graph = view.graph
     costs = [
@@ -179,21 +196,28 @@ def _fewest_bytes(view: RegionView) -> Choice:
 
 
 def choose_form(index: StepIndex, name: str) -> tuple[Choice, ...]:
-    """Return the choices that hold each value in the form ``name`` (a codec, or ``offload``) if it can take this form.
+    """Return one choice for each region that holds its values in the form ``name``: a codec, or ``offload``.
 
-    The other values are kept.
+    Values that cannot take this form are kept unchanged. Values that a lossy codec cannot take, such as masks, are compressed
+    without loss.
     """
     return tuple(_in_form(view, name) for view in index.views)
 
 
 def choose_hybrid(index: StepIndex, argument: str) -> tuple[Choice, ...]:
-    """Return the choices that compress the values of the first N regions, and recompute the other regions in groups of k."""
+    """Return one choice for each region: the first N regions compress their values, the others are recomputed in groups of k.
+
+    ``argument`` is ``N,k``.
+    """
     first, size = _hybrid_sizes(argument)
     return (*choose_form(index, "int8")[:first], *_grouped(index.views[first:], size))
 
 
 def _grouped(views: Sequence[RegionView], size: int) -> tuple[Choice, ...]:
-    """Return the choices that recompute everything, and drop the input of each region except the first of its group."""
+    """Return one choice for each of these regions, in groups of ``size`` consecutive regions: all values are recomputed.
+
+    The first region of a group keeps its input. The other regions of the group drop their inputs too.
+    """
     return tuple(Choice(view.nothing, is_boundary_dropped=bool(at % size)) for at, view in enumerate(views))
 
 
@@ -231,9 +255,9 @@ def _hybrid_sizes(argument: str) -> tuple[int, int]:
 
 
 def send_kept(index: StepIndex, choices: Sequence[Choice]) -> tuple[Choice, ...]:
-    """Return the same choices with kept values offloaded, and also the inputs that recomputation reads.
+    """Return the same choices, one for each region, with all kept values offloaded, and the inputs of recomputation too.
 
-    A value that may not go over the link stays kept.
+    A value that may not go over the link to the host stays kept on the device.
     """
     found = []
     for view, choice in zip(index.views, choices, strict=True):
@@ -251,7 +275,10 @@ def send_kept(index: StepIndex, choices: Sequence[Choice]) -> tuple[Choice, ...]
 
 
 def _in_form(view: RegionView, name: str) -> Choice:
-    """Return the choice that holds a region's values in a form (codec, or ``offload``) if possible, and keeps the others."""
+    """Return one region's choice that compresses or offloads each value that can take the form ``name``, and keeps the others.
+
+    The form is a codec, or ``offload``. For a codec, masks and integers take their smallest lossless form.
+    """
     packed = set()
     for value in view.decided:
         entry = view.forms.get(value)
@@ -282,15 +309,18 @@ STRATEGIES: dict[str, Callable[[StepIndex, str], tuple[Choice, ...]]] = {
     "selective": choose_selective,
     "sqrt": choose_sqrt,
 }
-"""Maps a strategy's name to the function that returns its choices. The function's second argument is the text after the colon.
-``auto`` is missing, because ``solve`` itself finds its choices."""
+"""Maps the name of a strategy (the part before the colon) to a function. The function takes the step and the text after the
+colon, and returns one choice for each region. ``auto`` is missing, because ``solve`` itself finds its choices."""
 
 _MOST_LETTERS = 4000
 _WITH_ARGUMENT = ("every", "first", "hybrid", "nth", "selective")
 
 
 def codecs_of_strategy(strategy: str) -> tuple[str, ...]:
-    """Return the names of the lossy codecs that a named strategy uses. It uses them whichever codecs the user allows."""
+    """Return the names of the lossy codecs that a named strategy uses; the tuple is empty if it uses none.
+
+    The strategy uses them even if the user does not list these codecs among the allowed ones.
+    """
     name = strategy.partition(":")[0]
     return {"int8": ("int8",), "int4": ("int4",), "fp8": ("fp8",), "hybrid": ("int8",)}.get(name, ())
 
@@ -384,16 +414,16 @@ def strategy_choices(index: StepIndex, strategy: str) -> tuple[Choice, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Extremes:
-    """Data: the peak of the step without a plan, in bytes, and the plan that recomputes everything."""
+    """Data: the peak, in bytes, of a step without a plan, and the plan that recomputes everything."""
 
     unmanaged_peak_bytes: int
     lowest: Plan
 
 
 def find_extremes(trace: Trace, costs: Costs) -> Extremes:
-    """Return the unmanaged peak and the plan that recomputes everything, by two simulations without a search.
+    """Simulate a step twice, with everything kept and with everything recomputed; return the first peak and the second plan.
 
-    It is used for a step that Plimsoll only observes.
+    It is used for a step that Plimsoll only observes: no search for a better plan is needed there.
     """
     index = StepIndex(trace, costs)
     baseline, full = run_choices(index, choose_none(index, "")), run_choices(index, choose_full(index, ""))
@@ -401,11 +431,11 @@ def find_extremes(trace: Trace, costs: Costs) -> Extremes:
 
 
 def between_products(view: RegionView) -> frozenset[int]:
-    """Return the values of attention from its first matrix product (scores) to its second, without the second's result.
+    """Return the ids of the values that attention makes between its two matrix products, such as scores and softmax.
 
-    Other operands of the two products are not included.
-
-    A softmax over the result of a product with weights (a router) is not attention, so it is skipped.
+    The first product's result (the scores) is included, the second product's result is not. The other operands of the two
+    products are not included either. If a softmax reads a product with weights (a router), it is not attention, so it is
+    skipped.
     """
     graph, found = view.graph, set[int]()
     for op in graph.ops:
@@ -430,7 +460,10 @@ def between_products(view: RegionView) -> frozenset[int]:
 
 
 def _up_to_products(view: RegionView, values: Sequence[int]) -> frozenset[int]:
-    """Return these values and all values they are computed from, back to the nearest matrix products and their results."""
+    """Return the ids of these values and of all values that they are computed from, back to the nearest matrix products.
+
+    The results of these products are included, their operands are not.
+    """
     graph, found, pending = view.graph, set[int](), list(values)
     while pending:
         value = pending.pop()
@@ -444,9 +477,9 @@ def _up_to_products(view: RegionView, values: Sequence[int]) -> frozenset[int]:
 
 
 def core_ops(view: RegionView) -> frozenset[int]:
-    """Return the ids of the ops of attention itself.
+    """Return the ids of those ops of a region that compute attention itself, without its projections.
 
-    It is the fused op, or all ops from the product that makes the scores to the product that reads them.
+    They are the fused attention op, or all ops from the product that makes the scores to the product that reads the softmax.
     """
     between = between_products(view)
     found = {op.id for op in view.graph.ops if between & frozenset((*op.reads, *op.writes))}
@@ -454,7 +487,10 @@ def core_ops(view: RegionView) -> frozenset[int]:
 
 
 def _experts_activations(view: RegionView) -> frozenset[int]:
-    """Return the values that routed experts (chosen for each token by a router) make between their first and last product."""
+    """Return the ids of the values that routed experts make between their first and last matrix product.
+
+    Routed experts are those that a router picks for each token.
+    """
     ops = [op for op in view.graph.ops if op.writes and ROUTED.search(_module(view, op.writes[0]))]
     products = [op.id for op in ops if is_product(op.name)]
     between = (op for op in ops if products and products[0] < op.id < products[-1] and not is_product(op.name))
@@ -462,7 +498,7 @@ def _experts_activations(view: RegionView) -> frozenset[int]:
 
 
 def _up_projected(view: RegionView) -> frozenset[int]:
-    """Return the queries, keys and values of multi-latent attention, and what they are made of.
+    """Return the ids of the queries, keys and values of multi-latent attention, and of the values they are made of.
 
     The walk goes back to the matrix products that expand the compressed queries, keys and values.
     """
@@ -482,7 +518,8 @@ _MADE_IN_PARTS: dict[str, Callable[[RegionView], frozenset[int]]] = {
     "mla-up": _up_projected,
     "moe-act": _experts_activations,
 }
-"""Maps the names of parts of a block that are not modules, as in ``selective:core``, to functions that return their values."""
+"""Maps the name of a part of a block that is not a module (``core`` in ``selective:core``) to a function. The function takes a
+region and returns the ids of the values that this part makes."""
 
 
 def _module(view: RegionView, value: int) -> str:
@@ -490,12 +527,15 @@ def _module(view: RegionView, value: int) -> str:
 
 
 def _kept_outside(view: RegionView, pattern: re.Pattern[str]) -> frozenset[int]:
-    """Return the droppable values of a region whose module does not match the pattern."""
+    """Return the ids of a region's droppable values that were made by modules whose path does not match the pattern."""
     return frozenset(v for v in view.droppable if not pattern.search(_module(view, v)))
 
 
 def _kept_outputs(view: RegionView, names: list[str]) -> frozenset[int]:
-    """Return the droppable values of a region that are outputs of these ops; ``mm/2`` means each second ``mm``."""
+    """Return the ids of a region's droppable values that are outputs of the ops in ``names``.
+
+    ``mm/2`` means only every second ``mm``.
+    """
     ops = view.graph.ops
     kept: set[int] = set()
     for name in names:

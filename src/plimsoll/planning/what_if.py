@@ -27,7 +27,8 @@ _ITEM_BYTES = {"f64": 8, "f32": 4, "f16": 2, "bf16": 2}
 _LEAST_CLASSES = 2
 _BOTH_GRADIENTS = 2
 _WIDE_BYTES = 4
-"""Bytes of one logit while the loss is computed, unless the head's output already has wider logits."""
+"""The bytes of one logit in float32, because losses are computed in float32. If the head's output has wider logits, their bytes
+are used instead."""
 LEAST_ROWS = 128
 """The smallest default number of rows in a chunk: with fewer rows the device's matrix units would idle."""
 
@@ -55,28 +56,28 @@ class HeadAndLoss(msgspec.Struct, frozen=True, kw_only=True):
     """Ids of the storages of the weight's gradient in the head's dtype, if the parameter itself has another dtype."""
     weight_casts: tuple[int, ...]
     logit_bytes: int
-    """Bytes of one number in the head's output."""
+    """The bytes that one logit takes in the head's output."""
     is_capped: bool
     """True if a tanh caps the logits before the loss."""
     is_mixed: bool
-    """True if the weight is held in another dtype than the logits."""
+    """True if the dtype of the weight is not the dtype of the logits, as under autocast."""
 
     @property
     def gradients_found(self) -> int:
-        """The number of gradients found in backward, 0 to 2: one of the weight and one of the hidden states.
+        """How many gradients of the head were found in backward: one of the weight and one of the hidden states.
 
-        If two weights match the head's arithmetic, the weight with more gradients found is taken.
+        The number is used to choose: if two weights match the head's arithmetic, the weight with more gradients found is taken.
         """
         return bool(self.hidden_gradients) + bool(self.weight_gradients or self.passing_gradients)
 
     @property
     def all_gradients(self) -> tuple[int, ...]:
-        """The ids of the storages that the head's matrix products make in backward."""
+        """The ids of the storages of all gradients that the head's matrix products compute in backward."""
         return (*self.hidden_gradients, *self.weight_gradients, *self.passing_gradients)
 
     @property
     def bytes(self) -> int:
-        """Bytes of all logits in the head's output."""
+        """The bytes that all logits take in the head's output."""
         return self.rows * self.classes * self.logit_bytes
 
 
@@ -114,16 +115,20 @@ def find_head(trace: Trace, *, is_divided: bool = False) -> HeadAndLoss | None:
 
 
 def _is_divided_loss(trace: Trace, tick: int) -> bool:
-    """Return True if the op at this tick subtracts the largest logit, after a reduction over tensor-parallel ranks."""
+    """Return True if the op at this tick belongs to a loss over logits divided among tensor-parallel ranks.
+
+    Such a loss subtracts the largest logit after a reduction over the ranks.
+    """
     before = [trace.specs[trace.ops[at].cost_key] for at in range(max(tick - 2, 0), tick)]
     names = [trace.ops[at].name for at in range(max(tick - 2, 0), tick)]
     return trace.ops[tick].name == "sub" and names[:1] == ["amax"] and before[-1].group == "tp"
 
 
 def _candidates(trace: Trace, total_bytes: int, item: int) -> Iterator[TraceParameter]:
-    """Yield the parameters that can be the head's weight: matrices whose number of rows can be the number of classes.
+    """Yield the parameters that can be the head's weight: matrices with as many rows as the loss may have classes.
 
-    The largest comes first, and of matrices with equal shape and size only one is included.
+    ``total_bytes`` are the bytes of all logits, ``item`` the bytes of one. The largest matrix comes first. Of matrices with
+    equal shape and size only one is included.
     """
     distinct = {
         (p.shape, p.bytes): p for p in trace.parameters
@@ -193,7 +198,10 @@ def _is_logit(bytes_: int, classes: int, rows: int) -> bool:
 
 
 def _cast_gradients(trace: Trace, narrow: tuple[int, ...], parameter: TraceParameter) -> tuple[int, ...]:
-    """Return the storage (at most one) of the parameter's own gradient, which is cast from the gradient in the head's dtype."""
+    """Return the id of the storage of the parameter's own gradient if it is cast from another dtype; else an empty tuple.
+
+    ``narrow`` are the storages of the gradient in the head's dtype, before the cast.
+    """
     after = min((trace.storages[s].born for s in narrow), default=len(trace.ops))
     found = [
         s.id
@@ -204,7 +212,10 @@ def _cast_gradients(trace: Trace, narrow: tuple[int, ...], parameter: TraceParam
 
 
 def _weight_casts(trace: Trace, first: int, bytes_: int) -> tuple[int, ...]:
-    """Return the storage (at most one) of the last copy of the weight, in another dtype, that is made before the head."""
+    """Return the id of the storage of the last copy of the weight in another dtype, made before the head runs.
+
+    The tuple is empty if no such copy is made.
+    """
     before = [s for s in trace.storages if 0 <= s.born < first and s.bytes == bytes_ and s.region < 0]
     return tuple(s.id for s in before[-1:])
 
@@ -244,12 +255,12 @@ def with_chunked_loss(trace: Trace, head: HeadAndLoss, chunk_rows: int | None = 
 
 
 def default_rows(head: HeadAndLoss) -> int:
-    """Return the default number of rows (hidden states) in one chunk."""
+    """Return how many rows (hidden states) one chunk of the loss has by default."""
     return chunk_rows_for(head.rows, head.features, head.classes, element_bytes=max(head.logit_bytes, _WIDE_BYTES))
 
 
 def chunk_logit_bytes(head: HeadAndLoss) -> int:
-    """Return the bytes that one logit takes while its chunk is computed.
+    """Return the bytes that one logit takes while its chunk of the loss is computed.
 
     They are the sum of the logit's own bytes, of a float32 copy if the logit is narrower, of the tanh if logits are capped, and
     under autocast of a block of the weight's gradient.
@@ -273,11 +284,10 @@ def _workspaces(trace: Trace, head: HeadAndLoss) -> dict[str, int]:
 
 
 def peak_with_chunked_loss(simulation: Simulation) -> int | None:
-    """Return the predicted peak, in bytes, of the same step and choices if the loss is computed in chunks.
+    """Return the peak in bytes, with the same choices, that the step would have if its loss were computed in chunks.
 
-    ``None`` if the peak cannot be predicted.
-
-    The step needs a head with a loss over classes, and the chunked step must have the same values to decide about.
+    ``None`` if the peak cannot be predicted: the step needs a head with a loss over classes, and the chunked step must have the
+    same values to decide about.
     """
     before = simulation.index
     head = find_head(before.trace)

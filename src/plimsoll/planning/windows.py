@@ -39,7 +39,7 @@ class Windows:
 
 
 def build_windows(index: StepIndex, sets: Sequence[ChoiceSet]) -> Windows:
-    """Split a step into windows, and compute the bytes that each choice adds to each window.
+    """Split a step into windows (stretches of time), and compute the bytes that each choice of each region adds to each window.
 
     Args:
         index: the step.
@@ -93,7 +93,7 @@ def _split(index: StepIndex, frames: Sequence[RegionFrame], stacks: Sequence[_St
 
 
 class _Stack:
-    """The effects of one set of choices, as arrays with one entry for each choice. It computes what they add to windows.
+    """Tables with the effects (added memory and time) of all choices in one set; they tell what each choice adds to a window.
 
     The bytes that choices add to a window depend only on the window's ``key``. So regions that are alike share these bytes, and
     share which choices others beat.
@@ -107,7 +107,8 @@ class _Stack:
         self._seconds = np.array([effect.seconds for effect in effects])
         self._shared = np.array([(effect.squared_error, effect.link_bytes) for effect in effects])
         self.reliefs: dict[Relief, Ints] = {}
-        """Maps each stretch of time (a relief with size 0) to an array with the bytes that each choice does not add then."""
+        """Bytes that choices do not add during a part of the time between forward and backward. Maps each such part (a relief
+        with size 0) to an array with the bytes for each choice."""
         for choice, effect in enumerate(effects):
             for relief in effect.relief:
                 stretch = relief._replace(size=0)
@@ -117,7 +118,8 @@ class _Stack:
         self.has_exit_bytes = any(effect.exit_bytes for effect in effects)
         changes = np.flatnonzero((np.diff(self._curves, axis=1) != 0).any(axis=0))
         self.settles = int(changes[-1]) + 1 if len(changes) else 0
-        """The position in the region's backward after which the bytes of all choices stay constant."""
+        """The position, in instants from the start of the region's backward, after which the bytes of each choice stay
+        constant."""
         self._rows: dict[Hashable, Ints] = {}
         self._undominated: dict[tuple[Hashable, ...], list[int]] = {}
 
@@ -138,7 +140,7 @@ class _Stack:
         return ("between", *(relief for relief, (start, stop) in spans.items() if start <= a and b <= stop))
 
     def row(self, key: Hashable) -> Ints:
-        """Return an array with the bytes that each choice adds to a window (stretch of the step) that has this key."""
+        """Return an array with the bytes that each choice adds to the windows (stretches of the step) that have this key."""
         if key not in self._rows:
             self._rows[key] = self._row(key)
         return self._rows[key]
@@ -158,9 +160,10 @@ class _Stack:
         return peaks
 
     def undominated(self, keys: tuple[Hashable, ...]) -> list[int]:
-        """Return the positions of the choices that no other choice equals or beats.
+        """Return the positions of the choices that no other choice dominates in the windows with these keys.
 
-        Compared are seconds, gradient error, bytes on the link, and the bytes in each window.
+        A choice dominates another if it is at most as large in seconds, gradient error, bytes on the link, and bytes in each
+        window.
         """
         if keys not in self._undominated:
             rows = np.stack([self.row(key) for key in keys])
@@ -171,9 +174,10 @@ class _Stack:
 
 
 def undominated(figures: npt.NDArray[np.float64], order: Sequence[int]) -> list[int]:
-    """Return the positions of the rows that no earlier row equals or beats (is at most as large) in all columns.
+    """Return the positions of those rows of a table that no row before them in ``order`` dominates.
 
-    ``order`` lists the positions of all rows, the cheapest rows first; rows are considered in this order.
+    A row dominates another if it is at most as large in all columns. ``order`` lists the positions of all rows, the cheapest
+    rows first; rows are considered in this order.
     """
     found: list[int] = []
     kept = np.empty_like(figures)

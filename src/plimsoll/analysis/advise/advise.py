@@ -188,7 +188,7 @@ def advise(
 
 
 def _ask(task: TrainingTask, trace: Trace, unmanaged: Plan, limit_seconds: float, report: Progress) -> Capture:
-    """Ask torch.compile which part of the step it would capture.
+    """Ask torch.compile which part of the step it would capture, and return its answer.
 
     This runs the unmanaged step, so torch.compile is not asked if that step does not fit.
     """
@@ -220,7 +220,7 @@ def _budget_bytes(budget: Budget, costs: Costs, trace: Trace) -> int | None:
 def _words(
     device_profile: str | None, regions: Sequence[str] | None, host_budget: int | str | None, link: str | None
 ) -> tuple[str, ...]:
-    """Return the command-line options that make ``plimsoll plan`` plan under the same limits as this advice."""
+    """Return options for the command ``plimsoll plan`` that set the same limits as this advice has."""
     words = [] if device_profile is None else [f"--device-profile {device_profile}"]
     words += [f"--regions {shlex.quote(pattern)}" for pattern in regions or ()]
     if host_budget is not None:

@@ -27,21 +27,19 @@ from plimsoll.units import format_bytes_up
 _NAMED = ("full", "selective:attention", "selective:mlp", "selective:norm")
 _NAMED_COMPILED = ("full",)
 _SHARES = (0.25, 0.5, 0.75)
-"""Without a budget, plans are made for these peaks: each share of the way from the unmanaged peak down to the floor, the
-smallest peak that recomputation reaches.
-"""
+"""Without a budget, plans are made for three peaks between the unmanaged peak and the floor (the smallest peak that
+recomputation reaches). They are at these shares of the way down."""
 _LOSSY = "int8"
 """The name of a well-known lossy codec. A plan that uses it throughout is shown as a candidate if an error is tolerated."""
 _CHEAP = 0.01
-"""An overhead up to this share of the step is negligible.
-
-The smallest peak within this overhead is preferred to a knee with a larger peak.
-"""
+"""An overhead up to this share of the step is negligible. The smallest peak that a plan reaches with such an overhead is
+preferred to the knee with a larger peak. The knee is the point of the frontier that is farthest below the line between both
+ends."""
 _DECISIONS = {"compress": Decision.COMPRESS, "offload": Decision.OFFLOAD}
 
 
 class CandidateMaker:
-    """Makes the candidate plans of one step.
+    """Makes the candidate plans of one step, among which the advice chooses one.
 
     They are named strategies such as ``full``, the strategy ``auto`` with recomputation only, and ``auto`` that may also
     compress or offload.
@@ -69,9 +67,10 @@ class CandidateMaker:
         return format_bytes_up(knee.peak_bytes).replace(" ", "")
 
     def make(self, wish: Wish) -> list[Made]:
-        """Make the candidate plans; the plan that keeps everything is the first.
+        """Return the candidate plans, each with its name; the plan that keeps everything is the first.
 
-        Without a budget, some plans from the frontier are among them, to show what other peaks would cost.
+        ``wish`` has the limits that a plan must keep to. Without a budget, some plans for other peaks are among them, to show
+        what these peaks would cost.
         """
         made = [Made(name="none", plan=self.unmanaged)]
         may_recompute, peak_bytes = self._options.may_recompute, self.unmanaged.baseline_peak_bytes
@@ -93,7 +92,10 @@ class CandidateMaker:
         return made
 
     def _with_forms(self, wish: Wish) -> list[Made]:
-        """Make plans that may compress, offload, or do both, in addition to recomputation. Only allowed kinds are tried."""
+        """Return candidate plans that may compress, offload, or do both, in addition to recomputation.
+
+        Only what the user allowed is tried. ``wish`` has the limits that a plan must keep to.
+        """
         self._report("trying codecs and links", 0.3)
         wanted = self._options
         if wanted.max_error:
@@ -108,9 +110,10 @@ class CandidateMaker:
         return made
 
     def _try_forms(self, forms: Forms, words: tuple[str, ...], wish: Wish) -> list[Made]:
-        """Make the best plan that may do what ``words`` name.
+        """Return the fastest plan within the limits that may do what ``words`` name: ``compress``, ``offload``, or both.
 
-        If compression is tried and an error is tolerated, also make a plan that uses the lossy codec for all values.
+        ``forms`` are the codecs and links that values can take. If compression is tried and an error is tolerated, also return
+        a plan that uses the lossy codec for all values.
         """
         self._report(f"planning with {' and '.join(words)}", 0.4 + 0.3 * len(words))
         may_recompute = self._options.may_recompute
@@ -125,7 +128,10 @@ class CandidateMaker:
         return made
 
     def _auto(self, planner: Planner, wish: Wish, allow: tuple[str, ...], offered: Forms | None = None) -> Made:
-        """Make the fastest plan whose peak is within the limit that the user wishes."""
+        """Return the fastest plan whose peak is within the limit that the user wishes, as a candidate with its name.
+
+        ``allow`` says what the plan may do, such as ``recompute``. ``offered`` are the codecs and links that it may use.
+        """
         plan = self._solve(planner, "auto", wish.limit_bytes, allow)
         refused = "" if offered is None else why_unused(offered, plan)
         return Made(name=f"auto ({' + '.join(allow)})", plan=plan, refused=refused)
@@ -156,9 +162,9 @@ def only(forms: Forms, words: Collection[str]) -> Forms:
 
 
 def why_unused(forms: Forms, plan: Plan) -> str:
-    """Say why the plan did not use any of the offered codecs and links: they cost more time, or no value supports one.
+    """Return a text that says why a plan uses none of the offered codecs and links; empty if it uses at least one.
 
-    Empty if the plan uses at least one.
+    The reason is that they cost more time, or that no value supports one.
     """
     if _uses_forms(plan):
         return ""
@@ -176,10 +182,11 @@ def _uses_forms(plan: Plan) -> bool:
 
 
 def find_knee(frontier: Sequence[FrontierPoint], baseline_seconds: float) -> FrontierPoint | None:
-    """Return the frontier's knee: the point farthest below the line between both ends, with both axes scaled to 0 … 1.
+    """Return the knee of a frontier, the curve of least step time against peak: the point where saving more gets dear.
 
-    If a point with a smaller peak costs at most 1% of the step, that point is returned instead. The result is ``None`` for
-    fewer than two points. The frontier must be Pareto-optimal: no point may beat another in both peak and time.
+    It is the point farthest below the line between both ends, with both axes scaled to 0 … 1. If a point with a smaller peak
+    costs at most 1% of the step, that point is returned instead. The result is ``None`` for fewer than two points. The frontier
+    must be Pareto-optimal: no point may beat another in both peak and time.
 
     Example:
         >>> points = [FrontierPoint(peak_bytes=b, step_seconds=s) for b, s in ((10, 2.0), (20, 1.2), (40, 1.0))]

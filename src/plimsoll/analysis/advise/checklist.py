@@ -30,9 +30,9 @@ Recomputation alone cannot cause more: full recomputation costs 20% to 33% in th
 """
 _NO_RECEIPT = "no receipt was given"
 _SAYS_NOTHING = (Ruling.UNDECIDED, Ruling.BASELINE_DIVERGED)
-"""Rulings of a probe that neither say that the plan is good nor that it does harm."""
+"""Rulings of a probe (trainings without and with the plan) that say neither that the plan is good nor that it does harm."""
 _RIGHT_GRADIENTS = (ReceiptVerdict.OVER_BUDGET, ReceiptVerdict.OVER_PREDICTION)
-"""Receipt verdicts that are not passes, but that do not say anything against the gradients."""
+"""Verdicts of a receipt (the result of ``plimsoll.verify``) that are failures, but for other reasons than wrong gradients."""
 _FUSED = "scaled_dot_product"
 _MASK_SHARE = 4
 """A saved tensor counts as an attention matrix if its bytes times this number reach the bytes of the largest tensor between the
@@ -41,9 +41,9 @@ two products.
 A dropout mask has one byte for each four bytes of the attention matrix; smaller tensors between the products are not matrices.
 """
 _Judged = tuple[CheckOutcome, str, str]
-"""Three things: the outcome of a check, the evidence in words, and what to do next."""
+"""The result of judging one item: the outcome of the check, the evidence in words, and what the user should do next."""
 _Checks = Sequence[tuple[str, str, Callable[["StepEvidence"], _Judged]]]
-"""A list with, for each item, its name, its title, and the function that judges it."""
+"""A list of items to judge. Each entry has the item's name, its title, and the function that judges the item."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,13 +68,13 @@ class StepEvidence:
 
     @property
     def managing(self) -> Plan | None:
-        """Return the recommended plan, or ``None`` if that plan keeps everything or no plan is recommended."""
+        """Return the recommended plan if it saves memory; ``None`` if it keeps everything or no plan is recommended."""
         is_idle = self.chosen is None or all(region.is_untouched for region in self.chosen.plan.regions)
         return None if is_idle or self.chosen is None else self.chosen.plan
 
     @property
     def receipt_name(self) -> str:
-        """Describe in words the plan that the receipt is about: ``strategy auto at 300.0 MiB``."""
+        """Return a text that names the plan which the user's receipt verified: ``strategy auto at 300.0 MiB``."""
         assert self.receipt is not None
         if self.receipt.strategy == OWN:
             return "the model's own method"
@@ -84,7 +84,10 @@ class StepEvidence:
 
     @property
     def receipt_seconds(self) -> tuple[float, float] | None:
-        """Return the measured seconds of the step without and with the plan, or ``None`` unless the receipt has both."""
+        """Return two numbers from the receipt: the measured seconds of the step without the plan and with it.
+
+        ``None`` unless the receipt has both.
+        """
         receipt = self.receipt
         if receipt is None or not receipt.measured_baseline_seconds or not receipt.measured_seconds:
             return None
@@ -92,13 +95,16 @@ class StepEvidence:
 
     @property
     def verify_command(self) -> str:
-        """Return the command that writes the missing receipt. It expects the recommended plan in ``plan.json``."""
+        """Return the command that makes a receipt (the result of ``plimsoll.verify``) for the recommended plan.
+
+        It expects the plan in ``plan.json``. The command is shown if the user has not passed a receipt.
+        """
         again = f"plimsoll advise {self.target} --receipt receipt.json"
         return f"plimsoll verify {self.target}{self._with_plan} -o receipt.json, then {again}"
 
     @property
     def curve_command(self) -> str:
-        """Return the command that measures the missing loss curves, with and without the plan."""
+        """Return the command that measures loss curves with and without the plan. It is shown if these curves are missing."""
         return (
             f"plimsoll verify {self.target}{self._with_plan} --curve 100 -o receipt.json, or for lossy plans "
             f"plimsoll probe {self.target} --steps 1000{self._with_plan} -o verdict.json, "
@@ -111,12 +117,12 @@ class StepEvidence:
 
 
 def check_all(evidence: StepEvidence) -> tuple[CheckItem, ...]:
-    """Judge all items of the checklist, and return them in its order."""
+    """Judge each item of the checklist on the evidence, and return the items with their outcomes, in the checklist's order."""
     return _judge(_CHECKS, evidence)
 
 
 def find_failures(evidence: StepEvidence) -> tuple[CheckItem, ...]:
-    """Check the five failure modes of activation management, the most costly first."""
+    """Check for five known failures of plans, and return one item for each failure, the most costly first."""
     return _judge(_MODES, evidence)
 
 
@@ -181,7 +187,7 @@ def _determinism(evidence: StepEvidence) -> _Judged:
 
 
 def _attention(evidence: StepEvidence) -> _Judged:
-    """Check that no attention matrix is held for backward.
+    """Judge an item of the checklist: no attention matrix is held for backward.
 
     Fused kernels save only sums of rows, and make the matrix again in backward. Separate ops save the matrix itself, whose size
     grows with the square of the sequence length.
@@ -304,7 +310,7 @@ def _bubbles(_: StepEvidence) -> _Judged:
 
 
 def _savings(evidence: StepEvidence) -> _Judged:
-    """Check whether the plan saves less than expected.
+    """Judge a failure mode: the plan saves less memory than expected.
 
     With a receipt, compare the measured peak with the predicted peak. Without one, compare the reduction of the peak with the
     bytes that the plan frees between forward and backward.

@@ -12,12 +12,12 @@ from plimsoll.artifacts.plan import Plan
 from plimsoll.units import format_bytes, format_share
 
 _EQUAL = 0.01
-"""Plans whose step times differ by at most this share of the unmanaged step count as equally fast."""
+"""A share of the step time without a plan. Plans whose step times differ by at most this share count as equally fast."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Made:
-    """A candidate plan with its name."""
+    """Data: a candidate plan that was made for the advice, with its name."""
 
     name: str
     plan: Plan
@@ -29,12 +29,12 @@ class Made:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wish:
-    """The limits that a plan must keep to (its peak and its gradient error), and what the command that makes the plan needs."""
+    """Data: what the user demands of a plan, its largest peak and gradient error, and options for the command that makes it."""
 
     limit_bytes: int
     """The largest allowed peak in bytes: the budget, or the peak at the frontier's knee for a step without a budget."""
     limit_text: str
-    """The limit as the command line writes it."""
+    """The largest allowed peak, written as an option on the command line."""
     is_budget: bool
     max_error: float
     target: str
@@ -42,7 +42,7 @@ class Wish:
     """Further command-line options that ``plimsoll plan`` needs to make the same plans: regions, host budget, link, device."""
 
     def obstacle(self, plan: Plan) -> str:
-        """Say why a plan cannot be chosen; return ``""`` if it can."""
+        """Return a text that says why a plan is not within the limits of this wish; empty if the plan can be chosen."""
         if plan.predicted_peak_bytes > self.limit_bytes:
             word = "the budget" if self.is_budget else "the knee of the frontier"
             return f"over {word} by {format_bytes(plan.predicted_peak_bytes - self.limit_bytes)}"
@@ -55,11 +55,11 @@ class Wish:
 
 
 def choose(made: Sequence[Made], wish: Wish) -> Made | None:
-    """Choose the best plan; ``None`` if no plan is eligible.
+    """Return the best plan for the wish (the limits on peak and gradient error); ``None`` if no plan is eligible.
 
     A plan is eligible if it keeps to the limit and to the tolerated error. The fastest eligible plan wins. Plans that are
-    slower by at most 1% of the unmanaged step count as equally fast; among them the simplest wins: nothing, then
-    recomputation, then other forms.
+    slower by at most 1% of the unmanaged step count as equally fast; among them the simplest wins: nothing, then recomputation,
+    then other forms.
     """
     eligible = [entry for entry in made if not entry.is_point and not wish.obstacle(entry.plan)]
     if not eligible:
@@ -71,8 +71,9 @@ def choose(made: Sequence[Made], wish: Wish) -> Made | None:
 
 
 def _complexity(plan: Plan) -> int:
-    """Rank a plan from simple to complex: 0 does nothing, 1 recomputes, 2 uses lossless codecs, 3 offloads, 4 uses lossy
-    codecs.
+    """Return how complex a plan is, as a number from 0 to 4, to prefer simple plans among equally fast ones.
+
+    0 does nothing, 1 recomputes, 2 uses lossless codecs, 3 offloads, 4 uses lossy codecs.
     """
     decisions = {decision.decision for region in plan.regions for decision in region.decisions}
     if not plan.is_lossless:
@@ -85,7 +86,7 @@ def _complexity(plan: Plan) -> int:
 
 
 def describe(made: Sequence[Made], chosen: Made | None, wish: Wish) -> tuple[Candidate, ...]:
-    """Return one row per plan, with its predicted figures and the reason for or against it."""
+    """Return one row for each candidate plan: its predicted figures, and why it was chosen or not."""
     return tuple(
         Candidate(
             name=entry.name,
@@ -133,14 +134,14 @@ def _reason(entry: Made, chosen: Made | None, made: Sequence[Made], wish: Wish) 
 
 
 def _is_worse(plan: Plan, other: Plan) -> bool:
-    """Whether ``other`` dominates ``plan``: at most as much memory and at most as much time, and less of at least one."""
+    """Return True if ``other`` is at least as good as ``plan`` in both memory and time, and better in at least one of them."""
     more_bytes = plan.predicted_peak_bytes - other.predicted_peak_bytes
     more_seconds = plan.predicted_seconds - other.predicted_seconds
     return more_bytes >= 0 and more_seconds >= 0 and (more_bytes > 0 or more_seconds > 0)
 
 
 def recommend(made: Sequence[Made], chosen: Made | None, bottleneck: Bottleneck, wish: Wish) -> Recommendation:
-    """Write the recommendation: one headline and a few reasons.
+    """Return the recommendation: one headline and a few reasons. ``chosen`` is the plan to recommend.
 
     Without a budget, it recommends to look elsewhere if recomputation can remove less than the share ``LITTLE`` of the peak.
     """
@@ -191,7 +192,7 @@ def _manage(chosen: Made, made: Sequence[Made], bottleneck: Bottleneck, wish: Wi
 
 
 def _command(plan: Plan, wish: Wish) -> str:
-    """Return the ``plimsoll plan`` command that makes this plan."""
+    """Return the text of the ``plimsoll plan`` command that makes this plan."""
     words = ["plimsoll plan", wish.target]
     if plan.strategy != "auto":
         words.append(f"--strategy {plan.strategy}")

@@ -41,7 +41,7 @@ from plimsoll.tracing.refusals import first_line
 from plimsoll.tracing.torch_internals import current_autograd_node, sequence_number
 
 _MARK = "_is_torch_compile"
-"""The attribute that torch.compile sets on a module."""
+"""The name of the attribute that torch.compile sets on a module that it compiles."""
 _UNKNOWN = "Unknown"
 """The start of Dynamo's reason when it restarts a frame because of a function that the frame calls."""
 _IN_A_CALL = "step_unsupported"
@@ -51,7 +51,7 @@ The break inside the called function is listed separately.
 """
 _RESUMED = re.compile(r"torch_dynamo_resume_in_(?P<name>.+)_at_(?P<line>\d+)")
 _Place = tuple[str, str, int]
-"""Where and why a graph breaks: the reason, the file and the line number."""
+"""A tuple with why and where a graph breaks: the reason, the file and the line number."""
 _FAILURES = (
     *(RuntimeError, TypeError, ValueError, LookupError, AttributeError),
     *(AssertionError, ArithmeticError, ImportError, OSError),
@@ -138,7 +138,7 @@ class _Recorder:
             scalar.backward()
 
     def capture(self, failure: str) -> Capture:
-        """Return what was recorded.
+        """Return what the compiler captured of the step, as recorded by this backend. ``failure`` says why the step failed.
 
         If the step failed, no op counts as captured. Each graph break is listed once with its count, the most frequent first.
         """
@@ -186,8 +186,9 @@ class _Recorder:
         self._backward.append(BackwardOp(cost_key=key, is_captured=self._is_captured))
 
     def note_frames(self, started_microseconds: int) -> None:
-        """Add two kinds of graph breaks to the record: whole frames that Dynamo left to Python, and breaks inside of functions
-        that a frame calls.
+        """Add graph breaks to the record that only Dynamo's own log shows, from the given time on.
+
+        They are whole frames that Dynamo left to Python, and breaks inside of functions that a frame calls.
         """
         inner: dict[str, tuple[str, str, int]] = {}
         for entry in get_compilation_metrics():
@@ -223,7 +224,7 @@ class _Watch(TorchDispatchMode):
 
 @contextlib.contextmanager
 def _unmarked(model: nn.Module) -> Iterator[None]:
-    """Remove, when the block ends, the attribute that torch.compile sets on a module.
+    """A context for a block that compiles a module. When it ends, the attribute that torch.compile sets on a module is removed.
 
     If the attribute was there before the block, it is put back.
     """
@@ -260,7 +261,7 @@ def _fresh_dynamo(check_time: Callable[..., None]) -> Iterator[None]:
 
 
 def shorten(file: str) -> str:
-    """Shorten a file's path for display.
+    """Return a short form of a source file's path, for display in the advice.
 
     A path in an installed package starts at the package, a path below the working directory is relative to it, and of any other
     path only the file's name remains.
@@ -273,21 +274,25 @@ def shorten(file: str) -> str:
 
 
 def _code(file: str, line: int) -> str:
-    """Return the source line, or ``""`` for a decorator or the head of a function, which does not say more than the function's
-    name.
+    """Return the source line at which a graph breaks, as text.
+
+    The text is empty for a decorator or the head of a function, which does not say more than the function's name.
     """
     text = linecache.getline(file, line).strip() if file else ""
     return "" if text.startswith(("@", "def ")) else text
 
 
 def _readable(text: str) -> str:
-    """Return the first line of Dynamo's reason for a break. The other lines are hints for Dynamo's developers."""
+    """Return a short reason for a graph break: the first line of Dynamo's text.
+
+    Its other lines are hints for Dynamo's developers.
+    """
     first = text.strip().partition("\n")[0] or "no reason given"
     return "something in this call cannot be captured" if first == _IN_A_CALL else first
 
 
 def _frame(name: str | None) -> str:
-    """Return a readable name for the function that Dynamo left to Python.
+    """Return a readable name for a function that Dynamo left to Python. ``name`` is the name that Dynamo reports.
 
     After a break, Dynamo makes a function for the rest of the original function. Its made-up name is translated.
     """

@@ -25,7 +25,8 @@ from plimsoll.artifacts.costs import Costs
 from plimsoll.artifacts.trace import Phase, Trace, TraceOp
 
 RELY_ON_COMPILER = 0.9
-"""If the compiler captures more than this share of the step's time, its own recomputation sees nearly the whole step."""
+"""If the compiler captures more than this share of the step's time, the compiler's own recomputation sees nearly the whole
+step."""
 _SHOWN = 4
 _MODEL = "the model itself"
 _LITTLE = 0.01
@@ -107,7 +108,10 @@ def _captured_backward(trace: Trace, capture: Capture) -> set[int]:
 
 
 def _aligned(trace: Trace, ticks: Sequence[int], keys: Sequence[str]) -> list[tuple[int, int]]:
-    """Match ops with op keys. Return ascending pairs: a position in ``ticks``, and the position of the same op in ``keys``."""
+    """Find which ops of the trace are the ops that the compiler recorded, and return them as ascending pairs.
+
+    A pair has a position in ``ticks`` (ops of the trace) and the position of the same op in ``keys`` (recorded ops).
+    """
     matcher = SequenceMatcher(None, [trace.ops[tick].cost_key for tick in ticks], keys, autojunk=False)
     return [
         (block.a + offset, block.b + offset) for block in matcher.get_matching_blocks() for offset in range(block.size)
@@ -115,7 +119,7 @@ def _aligned(trace: Trace, ticks: Sequence[int], keys: Sequence[str]) -> list[tu
 
 
 def _advice(found: CompilerCoverage, trace: Trace, captured: set[int]) -> tuple[str, ...]:
-    """Say what to do about the captured part of the step, and about the regions that the compiler missed."""
+    """Return sentences that say what to do about the part of the step that the compiler captured, and about what it missed."""
     missed = dict.fromkeys(
         call.name
         for call in trace.regions
@@ -143,7 +147,7 @@ def _advice(found: CompilerCoverage, trace: Trace, captured: set[int]) -> tuple[
 
 
 def _draws(op: TraceOp) -> bool:
-    """Whether the op draws random numbers. torch tags fused attention too, which draws only if its dropout is not 0."""
+    """Return True if the op draws random numbers. torch tags fused attention too, which draws only if its dropout is not 0."""
     is_attention = "scaled_dot_product" in op.name
     return bool(_DROPOUT.search(op.cost_key)) if is_attention else torch.Tag.nondeterministic_seeded in _tags(op.name)
 

@@ -18,21 +18,23 @@ from plimsoll.artifacts.trace import Phase, Trace
 from plimsoll.units import format_bytes
 
 LITTLE = 0.1
-"""If recomputation can remove less than this share of the peak, the advice does not recommend to manage activations."""
+"""A share of the unmanaged peak. If recomputation can remove less than this share, the advice is not to manage activations."""
 _LARGE = 0.25
 """Sharding is listed as a remedy if parameters, gradients, optimizer state, buffers and batch are together at least this share
 of the peak.
 """
 _WORTHWHILE = 0.05
-"""A change to the loss or the optimizer is listed as a remedy if it lowers the peak by more than this share."""
+"""A share of the peak. A change to the loss or the optimizer is listed as a remedy if it lowers the peak by more than this
+share."""
 _NOTHING = 0.005
-"""If recomputation can remove less than this share of the peak, the summary says that recomputation cannot lower the peak."""
+"""A share of the peak. If recomputation can remove less than this share, the summary says that recomputation cannot lower the
+peak."""
 _RANKS = 8
 """The number of ranks in the example that shows what sharding would save."""
 
 
 def find_bottleneck(trace: Trace, unmanaged: Plan, changes: Sequence[Change] = ()) -> Bottleneck:
-    """Return what makes up the unmanaged peak: its parts, the largest group of parts, and remedies that are not plans.
+    """Return what makes up the unmanaged peak: its parts, the largest group of parts, and ways to lower it without a plan.
 
     ``unmanaged`` is the plan ``none``; its floor is the smallest peak that recomputation reaches. ``changes`` are changes to
     the loss and the optimizer, with their replayed peaks.

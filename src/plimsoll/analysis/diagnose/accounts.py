@@ -42,16 +42,15 @@ _MOVES_NOTHING = re.compile(
     r"|to|resize_|unflatten|flatten|contiguous|item|_local_scalar_dense|is_nonzero|movedim|diagonal|_reshape_alias"
     r"|lift_fresh|set_|view_as|expand_as|unfold|split_with_sizes|new_empty|new_empty_strided)"
 )
-"""Ops that only return a view, read metadata or allocate a tensor."""
+"""Matches the names of ops that only return a view, read metadata or allocate a tensor, so that they do not move data."""
 
 _Piece = tuple[int, int, int, int]
-"""Start and end in nanoseconds, rank (the lowest rank wins where pieces overlap), and the index of the span that the piece
-belongs to.
-"""
+"""One piece of time on a device or thread: its start and end in nanoseconds, its rank (where pieces overlap, the lowest rank
+wins), and the index of the span that it belongs to."""
 
 
 def keep_ledger(profile: Profile, unit: WorkUnit) -> Ledger:
-    """Make the ledger of a profile: which work each instant belongs to.
+    """Return the ledger of a profile: it assigns each instant of the steps to a piece of work.
 
     The work is kernels or CPU ops, as ``unit`` says. CPU ops can be counted even if there is device activity.
     """
@@ -59,7 +58,10 @@ def keep_ledger(profile: Profile, unit: WorkUnit) -> Ledger:
 
 
 class _Accounts(abc.ABC):
-    """The common part of both kinds of accounts: the intervals of the steps, and the host's launches and waits."""
+    """The common part of the two kinds of accounts, which turn a profile into a ledger of where the time went.
+
+    It has the intervals of the steps, and the host's launches and waits.
+    """
 
     unit: WorkUnit
     device: int | None = None
@@ -79,7 +81,7 @@ class _Accounts(abc.ABC):
         self.graph_launches = sum(self._is_inside(at_ns) for at_ns in graphs)
 
     def _windows(self) -> list[Interval]:
-        """Return the intervals to account for.
+        """Return the intervals of time whose work is accounted for.
 
         Steps of a loop follow each other, so they are one interval; separate steps have one each.
         """
@@ -115,7 +117,7 @@ class _Accounts(abc.ABC):
                 yield span.name, span.shape
 
     def close(self) -> Ledger:
-        """Assign every busy instant to one piece of work, split the remaining idle time into gaps, and return the ledger."""
+        """Assign each busy instant to one piece of work and the idle time to gaps, and return all of them as the ledger."""
         pieces = list(self._pieces())
         own_ns: Counter[int] = Counter()
         for (*_, owner), nanoseconds in zip(pieces, owned_ns([piece[:3] for piece in pieces]), strict=True):
@@ -153,7 +155,10 @@ class _Accounts(abc.ABC):
 
 
 class _HostAccounts(_Accounts):
-    """Counts CPU ops by their own time. Time between ops counts as idle: the host runs Python and the framework then."""
+    """Accounts for CPU ops, each by its own time without the ops inside. Time between ops counts as idle.
+
+    The host runs Python and the framework then.
+    """
 
     unit = WorkUnit.CPU_OPS
 
@@ -186,7 +191,7 @@ class _HostAccounts(_Accounts):
 
 
 class _DeviceAccounts(_Accounts):
-    """Counts the kernels, copies and fills of one device: the device that is busy longest."""
+    """Accounts for the kernels, copies and fills of one device: the device that is busy longest."""
 
     unit = WorkUnit.KERNELS
 
@@ -271,9 +276,10 @@ class _DeviceAccounts(_Accounts):
         )
 
     def _phase_range(self, at_ns: int) -> int:
-        """Return the index of the innermost range with a phase that is open on the main thread at that moment, or -1.
+        """Return the index of the named range, open at a moment, that tells the step's phase (such as backward); -1 if none.
 
-        Autograd's own thread does not open named ranges. While it launches work, the main thread waits inside ``backward``.
+        It is the innermost such range on the main thread. Autograd's own thread does not open named ranges. While it launches
+        work, the main thread waits inside ``backward``.
         """
         index = self.nesting.innermost(self.main_thread, at_ns)
         while index >= 0 and (self.nesting.spans[index].kind is not HostKind.RANGE or self.labels[index].phase is None):
@@ -281,7 +287,7 @@ class _DeviceAccounts(_Accounts):
         return index
 
     def _gap(self, start: int, end: int, stalled_ns: int = 0) -> Gap:
-        """Return the gap, split by the host's activity.
+        """Return a gap, an idle interval of the device, with its length split by the host's activity.
 
         The time after the launch of the next work counts as stalled if it is longer than a launch takes.
         """

@@ -41,7 +41,7 @@ _DIGITS = "0123456789"
 
 
 class Label(msgspec.Struct, frozen=True, gc=False):
-    """The phase and module of a span, which is a named interval on a thread.
+    """Data: the phase of the step and the module that a span (a named interval on a thread) belongs to.
 
     ``is_in_node`` is True if the span is a node of backward or inside one. ``is_engine`` is True for spans of autograd's engine
     itself.
@@ -83,7 +83,7 @@ def label_spans(nesting: Nesting, profile: Profile) -> list[Label]:
 
 
 def _label(span: HostSpan, above: Label, parent: HostSpan | None) -> Label:
-    """Read the phase and module from the span's own name.
+    """Return the phase and module of one span (a named interval on a thread), from the span's own name.
 
     If the name does not tell them, take them from the enclosing span's label.
     """
@@ -111,7 +111,7 @@ def _phase_of_range(name: str) -> WorkPhase | None:
 
 
 class _Autograd:
-    """Facts about autograd: which forward op made a node, when backward starts, and what a node recomputes.
+    """Facts about autograd in a profile: which forward op made a node, when backward starts, and what a node recomputes.
 
     Sequence numbers count per thread, so numbers of a recomputation on backward's thread are stored separately.
     """
@@ -145,7 +145,7 @@ class _Autograd:
                         self.recomputed[parent] = (min(low, span.start_ns), max(high, nesting.ends[index]))
 
     def module_of(self, node: HostSpan, labels: list[Label], *, is_nested: bool) -> str:
-        """Return the module of the forward op that made the node. It is empty if the trace does not link the two."""
+        """Return the path of the module whose forward made a node of backward; empty if the trace does not link the two."""
         index = self._by_sequence.get((is_nested, node.sequence), -1) if node.sequence >= 0 else -1
         if index < 0:
             index = self._by_start.get(self._links.get((node.thread, node.start_ns), ("", -1)), -1)
@@ -160,7 +160,9 @@ class _Autograd:
 
 
 def find_layers(modules: Iterable[str]) -> dict[str, str]:
-    """Return a mapping from each module path to its layer: the path's shortest prefix that has numbered siblings, or ``""``.
+    """Return a mapping from each module's path to the path of the layer that contains the module.
+
+    The layer is the path's shortest prefix that has numbered siblings; it is ``""`` if no prefix has siblings.
 
     Example:
         >>> find_layers(["model.norm", "model.layers.0.mlp", "model.layers.1"])
@@ -183,10 +185,9 @@ def _prefixes(path: str) -> list[str]:
 
 
 def tabulate_layers(baseline: Ledger, plan: Ledger) -> tuple[tuple[Layer, ...], bool]:
-    """Make a table of the time without and with the plan, with one row per layer. If a trace lacks modules, the rows are
-    operations.
+    """Return a table of the time without and with the plan, with one row for each layer.
 
-    The second result says whether the rows are modules.
+    If a trace lacks modules, the rows are operations. The second result says whether the rows are modules.
     """
     are_modules = baseline.has_modules and plan.has_modules
     layer_of = find_layers(work.module for each in (baseline, plan) for work in each.work) if are_modules else {}

@@ -30,20 +30,28 @@ _NS = 1e-9
 _DETAILS = 3
 _LEAST_DETAIL_NS = 1000.0
 _MORE_WORK = 1.02
-"""Recomputation is inferred only if the plan's step has more pieces of work than the baseline's step by this factor."""
+"""A factor. Recomputation is inferred only if the plan's step has more than this many times as many pieces of work as the
+baseline's step."""
 
 Key = tuple[str, str]
 
 
 def split_overhead(baseline: Ledger, plan: Ledger) -> tuple[OverheadPart, ...]:
-    """Split the overhead per step into causes. Return one part per cause, in the order of ``OverheadCause``."""
+    """Split the time that a plan adds to a step into causes, and return one part for each cause.
+
+    The order is that of ``OverheadCause``. The arguments are the ledgers (records of where the time went) without and with the
+    plan.
+    """
     rules = _Rules(baseline, plan)
     before, after = _Account(baseline, rules), _Account(plan, rules)
     return tuple(_part(cause, before, after) for cause in OverheadCause)
 
 
 def repeats_are_inferred(baseline: Ledger, plan: Ledger) -> bool:
-    """Whether the traces do not mark recomputation, so that it only shows as forward work that the plan runs more often."""
+    """Return True if recomputation has to be inferred, because the traces do not mark it.
+
+    It then only shows as forward work that the plan's step runs more often than the baseline's step.
+    """
     if baseline.has_nodes and plan.has_nodes:
         return False
     if any(work.phase is WorkPhase.RECOMPUTE for work in plan.work):
@@ -63,11 +71,11 @@ class _Rules:
         self._repeated = self._repeats(baseline, plan) if repeats_are_inferred(baseline, plan) else frozenset()
 
     def key(self, work: WorkPiece) -> Key:
-        """Return the key of a piece of work. Work with the same key is the same work with and without the plan."""
+        """Return a key for a piece of work. Work with an equal key is the same work in both profiles."""
         return (work.name, work.shape if self._has_shapes else "")
 
     def causes(self, work: WorkPiece) -> Iterable[tuple[OverheadCause, float]]:
-        """Return the causes that a piece of work counts for, each with its nanoseconds."""
+        """Return the causes of overhead that a piece of work counts for, each with its nanoseconds."""
         key = self.key(work)
         is_recomputed = work.phase is WorkPhase.RECOMPUTE
         if work.kind is WorkKind.GRAPH:
@@ -83,7 +91,7 @@ class _Rules:
         return ((self._cause_of(work, is_recomputed=is_again), reference), (slower, work.own_ns - reference))
 
     def _cause_of(self, work: WorkPiece, *, is_recomputed: bool) -> OverheadCause:
-        """Return the cause for running the work at all.
+        """Return the cause that gets the time of a piece of work, because the work runs at all.
 
         Recomputed work that the baseline does not have may be a part of a kernel that is fused in the baseline.
         """
@@ -101,7 +109,7 @@ class _Rules:
         return {place: statistics.median(each) for place, each in times.items()}
 
     def _repeats(self, baseline: Ledger, plan: Ledger) -> frozenset[Key]:
-        """Return the keys of forward work that the plan runs more often than the baseline.
+        """Return the keys of the forward work that the plan's step runs more often than the baseline's step.
 
         If the baseline's phases are unknown, all its work is compared.
         """
@@ -113,7 +121,7 @@ class _Rules:
 
 
 class _Account:
-    """The nanoseconds of one side (without or with the plan), per cause and step, and per cause and name of the work."""
+    """Data: the nanoseconds of one profile (without or with the plan), by cause and step, and by cause and name of the work."""
 
     def __init__(self, ledger: Ledger, rules: _Rules) -> None:
         self.steps = ledger.steps
@@ -130,11 +138,11 @@ class _Account:
             self.by_step[OverheadCause.UNEXPLAINED][step] += gap.stalled_ns
 
     def mean_ns(self, cause: OverheadCause) -> float:
-        """Return the mean nanoseconds per step that count for the cause."""
+        """Return the nanoseconds that count for a cause, as the mean over the profile's steps."""
         return math.fsum(self.by_step[cause]) / self.steps
 
     def error_ns(self, cause: OverheadCause) -> float:
-        """Return the standard error, in nanoseconds, of the cause's mean. It is 0 for a single step."""
+        """Return the standard error, in nanoseconds, of the mean time per step that counts for a cause; 0 for a single step."""
         return statistics.stdev(self.by_step[cause]) / math.sqrt(self.steps) if self.steps > 1 else 0.0
 
 
@@ -149,7 +157,7 @@ def _part(cause: OverheadCause, before: _Account, after: _Account) -> OverheadPa
 
 
 def _details(before: Counter[str], after: Counter[str]) -> tuple[str, ...]:
-    """Name the work whose time changed most between the two sides, with the changes."""
+    """Return texts that name the work whose time changed most from ``before`` to ``after``, each with the change."""
     changes = {name: after[name] - before[name] for name in {*before, *after}}
     largest = sorted(changes.items(), key=lambda item: (-abs(item[1]), item[0]))[:_DETAILS]
     return tuple(

@@ -35,10 +35,8 @@ _LIMITS = ReadLimits(most_bytes=1 * GIB, most_items=100_000_000)
 For scale: a step of a large model has some hundred thousand events of about 400 bytes and 25 JSON items each.
 """
 _MOST_US = 1e17
-"""The largest time, in microseconds, that is not damage: three thousand years.
-
-Traces count from the machine's boot or from 1970.
-"""
+"""Times above this, in microseconds, count as damage of the file: they are beyond three thousand years. Traces count from the
+machine's boot or from 1970."""
 _MOST_DIMENSIONS = 64
 """The largest number of dimensions that a tensor of torch can have."""
 _MOST_INTEGER = 2**63
@@ -67,7 +65,7 @@ _BYTES_BY_TYPE = {
 
 
 class _Arguments(msgspec.Struct, gc=False):
-    """The arguments of a trace event that are used. All other arguments are skipped while decoding."""
+    """Data: those arguments of a trace event that are used. All other arguments are skipped while decoding."""
 
     external: Any = msgspec.field(name="External id", default=None)
     old_external: Any = msgspec.field(name="external id", default=None)
@@ -235,10 +233,9 @@ def _device_spans(events: Iterable[_Event], origin_us: float) -> Iterable[Device
 
 
 def _forward_links(events: Iterable[_Event], origin_us: float) -> dict[tuple[str, int], tuple[str, int]]:
-    """Return the trace's arrows from forward ops to backward ops, as a mapping from the backward op's start to the forward op's
-    start.
+    """Return which forward op each backward op belongs to, from the arrows that the trace draws between them.
 
-    A start is a thread and a nanosecond.
+    The result maps the backward op's start to the forward op's start. A start is a thread and a nanosecond.
     """
     starts: dict[str, tuple[str, int]] = {}
     ends: dict[str, tuple[str, int]] = {}
@@ -250,10 +247,11 @@ def _forward_links(events: Iterable[_Event], origin_us: float) -> dict[tuple[str
 
 
 def input_bytes(dims: object, types: object) -> int | None:
-    """Return the bytes of an op's input tensors. The op reads at least this much if it reads each tensor once.
+    """Return the bytes of an op's input tensors, from the shapes and dtypes in a trace.
 
-    ``dims`` has one list of sizes per argument, which is empty for an argument that is not a tensor. A list of tensors is one
-    level deeper. Returns ``None`` if the trace lacks shapes, or if a dtype (in its C++ name) is unknown.
+    The op reads at least this much if it reads each tensor once. ``dims`` has one list of sizes per argument, which is empty
+    for an argument that is not a tensor. A list of tensors is one level deeper. Returns ``None`` if the trace lacks shapes, or
+    if a dtype (in its C++ name) is unknown.
 
     Example:
         >>> input_bytes([[2, 8], [8], []], ["float", "c10::BFloat16", "Scalar"])
@@ -278,7 +276,7 @@ def input_bytes(dims: object, types: object) -> int | None:
 
 
 def _is_shape(sizes: object) -> bool:
-    """Whether the sizes could be the shape of a real tensor."""
+    """Whether the sizes in a trace could be the shape of a real tensor, so that the file is not damaged there."""
     return (
         isinstance(sizes, list)
         and len(sizes) <= _MOST_DIMENSIONS
@@ -300,7 +298,7 @@ def _text(value: object) -> str:
 
 
 def _integer(value: object, default: int) -> int:
-    """Convert a number or a text to an int. Return ``default`` if that fails or if the number exceeds 63 bits."""
+    """Return a number or a text from a trace as an int; ``default`` if this fails or if the number exceeds 63 bits."""
     try:
         number = int(value) if isinstance(value, int | float | str) else default
     except (ValueError, OverflowError):  # no digits, too many of them, or not finite

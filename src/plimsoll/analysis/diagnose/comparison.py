@@ -37,21 +37,19 @@ Bandwidth = Callable[[str], float | None]
 _NS = 1e-9
 _LONG_GAP_NS = LONG_GAP_SECONDS / _NS
 _NOTABLE_GAP_SHARE = 0.05
-"""Long gaps raise a warning sign if together they take more than this share of the step."""
+"""A share of the step's time. A warning sign is raised if long gaps (idle intervals) together take more than this share."""
 _LEAST_COMMON_SHARE = 0.9
 """If the plan's profile has less than this share of the baseline's forward ops, the two profiles count as different models."""
 _MOST_FACTOR = 1.1
-"""If forward ops run more often than in the baseline by more than this factor, the two profiles differ in steps or
-micro-batches.
-"""
+"""If forward ops run more often than in the baseline by more than this factor, the two profiles differ in their steps or
+micro-batches."""
 _SAME_FACTOR, _MOST_KEYS, _FEW_KEYS = 0.02, 0.8, 8
-"""Ops agree on a factor if their factors differ from it by at most the first share. Nearly all ops must agree: at least the
-second share of them, and at least the third number.
-"""
+"""Three numbers that decide whether all ops run more often by the same factor. Two factors are equal if they differ by at most
+the first share. Nearly all ops must have equal factors: at least the second share of them, and at least the third number."""
 
 
 def compare_profiles(baseline: Profile, plan: Profile, *, origin: ProfileOrigin, bandwidth: Bandwidth) -> Finding:
-    """Split the difference between two profiles, without and with a plan, into causes.
+    """Split the time that a plan adds into causes, by comparing a profile without and a profile with the plan.
 
     ``bandwidth`` looks up a device's peak bandwidth if the traces do not contain it.
 
@@ -88,10 +86,10 @@ def _with_bandwidth(ledger: Ledger, bandwidth: Bandwidth) -> Ledger:
 
 
 def refuse_unlike(baseline: Ledger, plan: Ledger) -> None:
-    """Refuse two profiles that cannot come from the same model, batch and number of steps.
+    """Raise if two profiles cannot come from the same model, batch and number of steps.
 
-    The forward ops per step are compared (kernels if ops are unknown), with their shapes if both traces record them. A plan
-    may add ops to the forward pass, but the baseline's ops must all be there.
+    The forward ops per step are compared (kernels if ops are unknown), with their shapes if both traces record them. A plan may
+    add ops to the forward pass, but the baseline's ops must all be there.
 
     Raises:
         InvalidTrace: says which share of the baseline's forward pass the plan's profile has.
@@ -126,10 +124,10 @@ def refuse_unlike(baseline: Ledger, plan: Ledger) -> None:
 
 
 def _is_uniform(factors: list[float], factor: float, baseline: Ledger, plan: Ledger) -> bool:
-    """Whether nearly all ops run more often in the plan's profile by the same factor. Then the two profiles differ in steps or
-    micro-batches.
+    """Return True if nearly all ops run more often in the plan's profile, all by about ``factor``.
 
-    If both traces mark their steps, at least eight operations must agree on the factor; otherwise one is enough.
+    Then the two profiles differ in steps or micro-batches. If both traces mark their steps, at least eight operations must
+    agree on the factor; otherwise one is enough.
     """
     same = sum(1 for each in factors if abs(each - factor) <= _SAME_FACTOR * factor)
     least = _FEW_KEYS if baseline.are_steps_marked and plan.are_steps_marked else 1
@@ -154,8 +152,9 @@ def _forward_counts(ledger: Ledger, other: Ledger) -> Counter[str]:
 
 
 def _forward_work(ledger: Ledger, *, has_ops: bool) -> Sequence[tuple[str, str]]:
-    """Return names and shapes: of the forward ops, or of forward kernels if a side lacks ops, or of all kernels if phases are
-    unknown.
+    """Return pairs of name and shape for the work of forward.
+
+    The work is the forward ops; or the forward kernels if one of the profiles lacks ops; or all kernels if phases are unknown.
     """
     if has_ops:
         return ledger.forward_ops
@@ -165,7 +164,7 @@ def _forward_work(ledger: Ledger, *, has_ops: bool) -> Sequence[tuple[str, str]]
 
 
 def _measure_side(ledger: Ledger, layer_counts: Sequence[float]) -> Side:
-    """Return all figures of one profile (without or with the plan) per step.
+    """Return all figures of one profile (without or with the plan), each as a value for one step.
 
     ``layer_counts`` are the kernels per step of each numbered layer.
     """
@@ -218,7 +217,10 @@ def _phase_use(ledger: Ledger, phase: WorkPhase) -> PhaseUse:
 
 
 def _read_signs(baseline: Side, plan: Side, unit: WorkUnit) -> list[WarningSign]:
-    """Return one warning sign per threshold, each raised if the plan's figure is beyond it."""
+    """Return all warning signs.
+
+    Each compares a figure of the plan's profile with a threshold, and says whether it is beyond.
+    """
     where, before, after = "per step", baseline.count, plan.count
     if baseline.kernels_per_layer and plan.kernels_per_layer:
         where, before, after = "per layer", baseline.kernels_per_layer, plan.kernels_per_layer
@@ -266,7 +268,7 @@ def _bandwidth_sign(plan: Side) -> WarningSign:
 
 
 def _notes(baseline: Profile, plan: Profile, before: Ledger, after: Ledger) -> list[str]:
-    """Return notes that say what the traces lack, and what follows from that."""
+    """Return sentences that say what the two traces do not record, and what this means for the result."""
     notes = [*before.notes, *after.notes]
     if before.unit is WorkUnit.CPU_OPS:
         lacking = [profile.source for profile in (baseline, plan) if not profile.device]

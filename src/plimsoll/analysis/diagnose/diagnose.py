@@ -222,8 +222,9 @@ def _of_model(
 def _run_both(
     step: TrainingStep, plan: Plan, steps: int, folder: Path, report: Progress
 ) -> tuple[dict[str, float], TurnTraces]:
-    """Time the step without a profiler, ``steps`` times without and with the plan; then profile as many and write the traces
-    into ``folder``.
+    """Run the step without and with the plan, first timed and then profiled, and write the traces into ``folder``.
+
+    Each of the four is done ``steps`` times. The times are taken without a profiler.
 
     Returns:
         A mapping from each side to its median seconds without a profiler, and the traces.
@@ -277,7 +278,10 @@ def _check(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def _folder(keep_traces: str | Path | None) -> Iterator[Path]:
-    """Yield the directory for the traces: the user's directory, or a temporary directory that is deleted afterwards."""
+    """A context that yields the directory for the traces.
+
+    It is the user's directory, or a temporary directory that is deleted afterwards.
+    """
     if keep_traces is None:
         with tempfile.TemporaryDirectory(prefix="plimsoll-") as temporary:
             yield Path(temporary)

@@ -32,7 +32,7 @@ class WorkKind(enum.Enum):
 
 
 class WorkPiece(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """One piece of work.
+    """Data: one piece of work in a profile, such as a kernel, a copy or a CPU op.
 
     ``own_ns`` is its part of the busy time in nanoseconds; ``operation`` is the op or range that launched it.
     """
@@ -54,13 +54,14 @@ class WorkPiece(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     @property
     def is_fused(self) -> bool:
-        """Whether a compiler made the kernel out of several ops."""
+        """Whether this piece of work is a kernel that a compiler made out of several ops."""
         return bool(_FUSED.search(self.name))
 
     @property
     def is_element_wise(self) -> bool:
-        """Whether a compiler could fuse the work: it computes, is not fused yet, and is not a matrix product, convolution or
-        attention.
+        """Whether a compiler could fuse the work with other work.
+
+        It could if the work computes, is not fused yet, and is not a matrix product, convolution or attention.
         """
         return self.kind is WorkKind.COMPUTE and not is_heavy(self.name) and not self.is_fused
 
@@ -71,15 +72,16 @@ def is_heavy(name: str) -> bool:
 
 
 class Gap(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """One idle interval. Its length in nanoseconds is split by the host's activity."""
+    """Data: one idle interval of a profile. Its nanoseconds are split by the host's activity."""
 
     step: int
     waiting_ns: int
-    """The time while the host waited for the device."""
+    """The part of the idle time, in nanoseconds, while the host waited for the device."""
     launching_ns: int
-    """The time before the host launched the next work."""
+    """The part of the idle time, in nanoseconds, before the host launched the next work."""
     stalled_ns: int
-    """The time after the launch of the next work, if that work started later than a launch takes."""
+    """The part of the idle time, in nanoseconds, after the host launched the next work. It is counted if that work started
+    later than a launch takes."""
 
     @property
     def length_ns(self) -> int:
@@ -87,7 +89,7 @@ class Gap(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class Ledger(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the time of a profile went.
+    """Data: where the time of a profile went, by pieces of work and idle gaps.
 
     The nanoseconds of ``work`` and ``idle`` add up to the lengths of the steps, ``wall_ns``.
     """
@@ -112,5 +114,5 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def steps(self) -> int:
-        """The number of steps that the ledger covers."""
+        """How many training steps of the profile the ledger covers."""
         return len(self.wall_ns)

@@ -35,7 +35,8 @@ from plimsoll.units import GIB, parse_bytes
 
 _LIMITS = ReadLimits(most_bytes=4 * GIB, most_items=100_000_000)
 _INSIDE = ("fragmentation", "workspaces of convolutions")
-"""Items of the allocator whose uncertainty is not added to the error bar of the peak allocated."""
+"""Names of the estimate's items that are inside the allocator's memory and whose uncertainty is not added to the error bar of
+the peak allocated."""
 _PRODUCTS = re.compile(r"gemm|xmma|cutlass|matmul|nvjet|flash|fmha|attention|conv|cudnn", re.IGNORECASE)
 _COLLECTIVES = re.compile(r"nccl|rccl", re.IGNORECASE)
 _BYTES, _SECONDS, _RATE = "bytes", "seconds", "per second"
@@ -137,7 +138,7 @@ def _read(path: Path) -> RunFigures:
 
 
 def _checked(run: RunFigures) -> RunFigures:
-    """Return the figures if each is above zero and each size has a known unit.
+    """Return the figures unchanged, after a check that each is above zero and that each size has a known unit.
 
     Raises:
         ValueError: a figure is not above zero, or a size cannot be parsed.
@@ -179,7 +180,7 @@ def _unpickled(content: bytes) -> Mapping[str, Any]:
 
 
 def _of_snapshot(snapshot: Mapping[str, Any], path: Path) -> RunFigures:
-    """Return the allocated and the reserved peak of the device that reserves most.
+    """Read a run's figures from a snapshot: the allocated and the reserved peak of the device that reserves most.
 
     They come from the snapshot's recorded history. Without a history, they are the state when the snapshot was taken.
     """
@@ -204,7 +205,11 @@ def _of_snapshot(snapshot: Mapping[str, Any], path: Path) -> RunFigures:
 
 
 def _peak(at_end: int, events: Iterable[Mapping[str, Any]], adds: tuple[str, ...], takes: tuple[str, ...]) -> int:
-    """Return the highest number of bytes in the recorded history. It is computed backwards from the bytes at the end."""
+    """Return the highest number of bytes in a snapshot's history of allocations and releases.
+
+    It is computed backwards from ``at_end``, the bytes at the end. ``adds`` and ``takes`` name the events that allocate and
+    release.
+    """
     changes = [
         int(event["size"]) * (1 if event["action"] in adds else -1)
         for event in events
@@ -215,7 +220,10 @@ def _peak(at_end: int, events: Iterable[Mapping[str, Any]], adds: tuple[str, ...
 
 
 def _of_profile(profile: Profile) -> RunFigures:
-    """Return the seconds per step, and the seconds of kernels by kind, on the device with the most kernels."""
+    """Read a run's figures from a profile: seconds per step, and seconds of kernels by kind.
+
+    The figures are of the device with the most kernels.
+    """
     if not profile.steps:
         raise InvalidOption(
             f"{profile.source} does not mark steps.",
@@ -335,7 +343,10 @@ def _speed(estimate: Estimate, stage: StageEstimate, run: RunFigures) -> Iterato
 def _figure(
     name: str, estimated: float | None, error: float, measured: float, note: str = "", unit: str = _BYTES
 ) -> MeasuredFigure:
-    """Make one row of the comparison. It gets the note only if measurement and estimate differ by more than the error bar."""
+    """Return one row of the comparison of an estimate with a run.
+
+    The row gets ``note`` only if measurement and estimate differ by more than the error bar.
+    """
     error = max(error, _ROUNDED * (estimated or 0))
     made = MeasuredFigure(name=name, unit=unit, estimated=estimated, error=error, measured=measured)
     return made if made.is_inside else replace(made, note=note)
@@ -345,7 +356,7 @@ def _figure(
 
 
 def correct_device(estimate: Estimate) -> DeviceCorrection:
-    """Compute from a measured run how much faster the device runs than its catalogue figures say.
+    """Return factors that correct a device's catalogue figures to the speed that a run measured.
 
     With a profile, matrix products and all other kernels get separate factors. Otherwise the whole step gets one factor,
     because the step's time alone does not show whether arithmetic, memory, links or the host cause the difference.

@@ -41,7 +41,7 @@ _PATIENCE_SECONDS = 2.0
 _SLOWEST_BYTES_PER_SECOND = 1e6
 """The time limit for reading assumes this speed; an export is normally read twenty times as fast."""
 _STEPS = 100_000
-"""The number of instructions of SQLite's virtual machine between two checks of the time limit."""
+"""SQLite checks the time limit each time its virtual machine has run this many instructions."""
 _MOST_BYTES = 8 * GIB
 _MOST_TEXT = 16 * MIB
 _MOST_INTEGER = 2**63
@@ -69,7 +69,7 @@ def read_nsys(path: Path) -> Profile:
 
 
 class _Export:
-    """Reads the tables, columns and strings of an export, which is an SQLite database."""
+    """Reads an export of Nsight Systems, which is an SQLite database: its tables, columns and strings."""
 
     def __init__(self, database: sqlite3.Connection, file_bytes: int) -> None:
         self._database = database
@@ -85,7 +85,10 @@ class _Export:
             self.strings = {key: str(text) for key, text in self._counted("SELECT id, value FROM StringIds")}
 
     def rows(self, table: str, columns: tuple[str, ...]) -> Iterator[dict[str, object]]:
-        """Yield the rows of a table as mappings from column to value. The value of a missing column is ``None``."""
+        """Yield the rows of a table of the export, each as a mapping from column to value.
+
+        A missing column has the value ``None``.
+        """
         if table not in self.tables:
             return
         present = {str(row[1]) for row in self._database.execute(f'PRAGMA table_info("{table}")')}
@@ -94,9 +97,9 @@ class _Export:
             yield dict(zip(columns, row, strict=True))
 
     def _counted(self, query: str) -> Iterator[tuple[Any, ...]]:
-        """Yield the rows of a query.
+        """Yield the rows of an SQL query.
 
-        Raise if they exceed the file's size, because a view could make more rows than fit in memory.
+        Raise if the rows together exceed the file's size, because a view could make more rows than fit in memory.
         """
         for row in self._database.execute(query):
             self._left_bytes -= 1 + sum(len(value) for value in row if isinstance(value, str | bytes))
@@ -105,7 +108,7 @@ class _Export:
             yield row
 
     def text(self, key: object) -> str:
-        """Return the string with this id.
+        """Return the string that belongs to an id of the export.
 
         Old exports contain the string itself instead of an id, and it is returned unchanged.
         """
@@ -217,7 +220,10 @@ def _device_span(row: dict[str, object], kind: DeviceKind, name: str, *, shape: 
 
 
 def _correlation(global_id: object, correlation: object) -> str:
-    """Return process and correlation id as one text, because correlation ids are unique only within a process."""
+    """Return one text for a process and a correlation id, to match a launch with its kernel.
+
+    Correlation ids are unique only within a process.
+    """
     return "" if correlation is None else f"{_number(global_id) >> _THREAD_BITS}/{correlation}"
 
 

@@ -19,7 +19,7 @@ Interval = tuple[int, int]
 
 
 class HostKind(enum.Enum):
-    """The kind of a span on a host thread."""
+    """The kinds of spans (named intervals) on a host thread."""
 
     OP = "op"
     """An operation: ``aten::mm``, or a node of autograd's graph."""
@@ -30,7 +30,7 @@ class HostKind(enum.Enum):
 
 
 class DeviceKind(enum.Enum):
-    """The kind of a span on a device stream."""
+    """The kinds of spans (intervals of work) on a stream of a device."""
 
     KERNEL = "kernel"
     COPY = "copy"
@@ -40,7 +40,7 @@ class DeviceKind(enum.Enum):
 
 
 class HostSpan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """One span on one host thread.
+    """Data: one span (a named interval) on one host thread.
 
     ``sequence`` is autograd's sequence number, or -1. ``node_thread`` is positive for a node of backward. ``bytes`` is the size
     of the op's input tensors, or ``None`` if the trace does not record shapes.
@@ -61,7 +61,10 @@ class HostSpan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class DeviceSpan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """One span on one stream of a device. ``bytes`` is the size of a copy or a fill, and ``None`` for other spans."""
+    """Data: one span (an interval of work) on one stream of a device.
+
+    ``bytes`` is the size of a copy or a fill, and ``None`` for other spans.
+    """
 
     name: str
     kind: DeviceKind
@@ -76,7 +79,7 @@ class DeviceSpan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class Profile(msgspec.Struct, frozen=True, kw_only=True):
-    """One trace, in the common form.
+    """Data: one profiler's trace, in a form that does not depend on the profiler.
 
     ``steps`` are the intervals of the steps on the host; the tuple is empty if the trace does not mark steps. ``forward_links``
     maps the start of a backward op (thread, nanosecond) to the start of the forward op that created it.
@@ -108,15 +111,15 @@ _STEP_NAME = re.compile(
 
 
 def is_step(span: HostSpan) -> bool:
-    """Whether a span marks a training step. Such a span does not tell the phase or module of the work inside."""
+    """Whether a span (a named interval) marks a training step. Such a span does not tell the phase or module of work inside."""
     return span.kind is HostKind.RANGE and _STEP_NAME.fullmatch(span.name) is not None
 
 
 def find_steps(host: tuple[HostSpan, ...]) -> tuple[tuple[Interval, ...], bool]:
-    """Return the intervals that mark training steps, in order, and whether they are separate steps (``are_steps_apart``).
+    """Return the intervals of the training steps, in order, found from the names of ranges on the host.
 
-    If ranges of several name families could be steps, Plimsoll's own names win, then the profiler's, then the most frequent of
-    the others.
+    The second result says whether they are separate steps (``are_steps_apart``). If ranges of several name families could be
+    steps, Plimsoll's own names win, then the profiler's, then the most frequent of the others.
     """
     families: dict[str, list[HostSpan]] = {}
     for span in host:
@@ -163,11 +166,10 @@ def covered_ns(interval: Interval, merged: Sequence[Interval]) -> int:
 
 
 def owned_ns(pieces: Sequence[tuple[int, int, int]]) -> list[int]:
-    """Assign every covered instant to one piece: to the piece with the lowest rank, and among equal ranks to the earliest
-    start.
+    """Divide overlapping time among pieces of work, and return the nanoseconds of each piece, in the order of ``pieces``.
 
-    So work that overlaps counts once, and the results add up to the length of the union. Pieces are (start, end, rank). The
-    result is nanoseconds per piece, in the order of ``pieces``.
+    Pieces are (start, end, rank). An instant belongs to the piece with the lowest rank, and among equal ranks to the earliest
+    start. So work that overlaps counts once, and the results add up to the length of the union.
 
     Example:
         >>> owned_ns([(0, 10, 1), (4, 6, 0), (8, 12, 1)])
@@ -228,7 +230,7 @@ class Nesting:
         return index
 
     def own_segments(self) -> list[list[Interval]]:
-        """Return, for each span, the intervals while none of its child spans runs.
+        """Return, for each span, the intervals of the span's own time: while none of its child spans runs.
 
         Time of runtime calls counts as the parent's own time.
         """

@@ -33,13 +33,13 @@ from plimsoll.tracing.meters.timing import wait_for_device
 _STEP_PREFIX = "plimsoll.step: "
 _US = 1e6
 _RUN_PER_KEPT = 2
-"""On a CPU, the number of rounds that are run for each round that is kept."""
+"""On a CPU, this many rounds are run for each round that is kept; the rounds that other programs disturbed least are kept."""
 _MARGIN_US = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """The record of one profiled step: its number in the session, its variant ``name``, its round ``turn``, and its seconds.
+    """Data: one profiled step. It has its number in the session, its variant ``name``, its round ``turn``, and its seconds.
 
     ``lost_seconds`` are the seconds that other programs took.
     """
@@ -53,7 +53,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnTraces:
-    """The trace file of each variant.
+    """Data: the path of the trace file of each variant (without and with the plan).
 
     ``lost_share`` is the share of the kept steps' time that other programs took (always 0 on a GPU).
     """
@@ -110,7 +110,7 @@ def _run(step: Callable[[], object], number: int, name: str, turn: int, device: 
 
 
 def _quietest(turns: list[Turn], rounds: int) -> list[Turn]:
-    """Return the turns of the rounds that lost the least time to other programs.
+    """Return the profiled steps of the rounds that lost the least time to other programs.
 
     Rounds are kept whole, so that each step keeps its counterpart.
     """

@@ -36,7 +36,7 @@ from plimsoll.tracing.trace import trace as trace_step
 from plimsoll.tracing.trace import watch
 
 _REPLAYED, _MODELLED, _RUN_AGAIN, _PLANNED = "replayed", "modelled", "run again", "planned"
-"""The words for how a change's peak was found, as in ``Change.basis``."""
+"""The values of ``Change.basis``: words for how the peak of a change was found. ``Change`` explains them."""
 Choose = Callable[[StepIndex], Sequence[Choice]]
 _BOTH = " and "
 _CHUNK_LABEL = "one chunk of logits"
@@ -44,12 +44,12 @@ _OPTIMIZER_FORMS: dict[str, dict[str, object]] = {
     "foreach=False": {"foreach": False, "fused": None},
     "fused=True": {"foreach": None, "fused": True},
 }
-"""Variants of torch's optimizers to try: each name with the optimizer's arguments for that variant."""
+"""Variants of torch's optimizers to try. It maps the name of a variant to the arguments that the optimizer gets for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExplainedStep:
-    """The user's training step, with the methods that the explanation needs to run it, trace it and replay it."""
+    """The user's training step, with the methods that the explanation needs to run, trace and replay the step."""
 
     task: TrainingTask
     regions: tuple[str, ...] | None
@@ -58,7 +58,7 @@ class ExplainedStep:
     context: Context
 
     def watch(self, batch: Any) -> WatchedStep:
-        """Run the step with the model's own way to save memory, and return what was recorded.
+        """Run the step once with the model's own way to save memory, and return the recorded ops and memory.
 
         Parts that torch.compile compiled run uncompiled, op by op.
         """
@@ -66,8 +66,9 @@ class ExplainedStep:
             return watch(self.task.model, batch, context=self.context, **self._options())
 
     def watch_plain(self) -> WatchedStep:
-        """Run the step with all saved tensors kept (checkpointing and saved-tensor hooks are off), and return what was
-        recorded.
+        """Run the step once with all saved tensors kept, and return the recorded ops and memory.
+
+        Checkpointing and other saved-tensor hooks are off meanwhile.
         """
         with switched_off():
             return self.watch(self.task.batch)
@@ -88,7 +89,7 @@ class ExplainedStep:
         return {"loss": task.loss, "optimizer": task.optimizer, "regions": self.regions, "device_name": name}
 
     def index(self, trace: Trace) -> StepIndex:
-        """Return the trace's events in order, with costs, as the planner replays them.
+        """Return a traced step prepared for simulation, with costs of its ops, as the planner uses it.
 
         Peaks do not depend on exact seconds, so costs from a roofline are enough.
         """
@@ -97,26 +98,24 @@ class ExplainedStep:
 
 @dataclass(frozen=True, slots=True)
 class PeakSubject:
-    """The step whose peak is to be lowered, as data: its trace, the engine's choices in it, and the recorded run without a
-    plan.
+    """Data: the step whose peak is to be lowered.
+
+    It has the step's trace, the engine's choices in it, and the recorded run without a plan.
     """
 
     trace: Trace
     watched: WatchedStep | None = None
     """The recorded run without a plan. If it is absent, each trainable parameter is assumed to get a gradient."""
     is_managed: bool = False
-    """Whether the step saves memory, through the model itself or through the engine."""
+    """Whether the step saves memory already, through the model's own checkpointing or through a plan that the engine carries
+    out."""
     choose: Choose | None = None
-    """A function that returns the engine's choices for a trace.
-
-    ``None`` means that the engine does nothing, and ``trace`` is ``watched.trace``.
-    """
+    """A function that returns the engine's choices (what each region keeps and recomputes) for a trace. ``None`` means that the
+    engine does nothing, and ``trace`` is ``watched.trace``."""
 
 
 class Changes:
-    """Tries single changes to one step, such as a chunked loss or half the micro-batch, and collects the peak that each would
-    give.
-    """
+    """Tries single changes to one step, such as a chunked loss or half the micro-batch, and collects the peak of each."""
 
     def __init__(self, step: ExplainedStep, subject: PeakSubject) -> None:
         self._step = step
@@ -126,9 +125,9 @@ class Changes:
         self._unsupported: list[Unsupported] = []
 
     def ranked(self) -> tuple[tuple[Change, ...], tuple[Unsupported, ...]]:
-        """Try all changes.
+        """Try all changes, and return them with their peaks, the largest reduction of the peak first.
 
-        Return the changes, the largest reduction of the peak first, and the changes whose effect cannot be predicted.
+        A second tuple has the changes whose effect cannot be predicted.
         """
         self._chunked_loss()
         self._freed_output()
@@ -148,8 +147,9 @@ class Changes:
         return tuple(sorted(self._found, key=self._rank))
 
     def _rank(self, change: Change) -> tuple[int, bool, int, str]:
-        """Return a sort key: the largest reduction comes first; if two are equal, a single change comes before a pair of
-        changes.
+        """Return a sort key for a tried change: the largest reduction of the peak comes first.
+
+        If two reductions are equal, a single change comes before a pair of changes.
         """
         step_bytes = max(LEAST_SHARE * self._peak_bytes, 1.0)
         return -round(change.lowers_bytes / step_bytes), _BOTH in change.name, -change.lowers_bytes, change.name
@@ -168,7 +168,7 @@ class Changes:
         )
 
     def _peak(self, trace: Trace) -> Peak:
-        """Return the peak of a trace that was changed, under the same strategy as the original trace."""
+        """Simulate a changed trace under the same strategy as the original trace, and return the peak."""
         index = self._step.index(trace)
         choose = self._subject.choose
         return describe_peak(run_choices(index, choose_none(index, "") if choose is None else choose(index)))
@@ -186,8 +186,9 @@ class Changes:
 
     @property
     def _how_to_chunk(self) -> str:
-        """Return the call that chunks the loss: ``chunk_loss(model)`` if the model supports it, else the loss function to call
-        where the model computes its loss.
+        """Return the line of code that makes the user's loss be computed in chunks.
+
+        It is ``chunk_loss(model)`` if the model supports it, else the loss function to call where the model computes its loss.
         """
         name = (
             "chunk_loss(model)" if can_chunk(self._step.task.model) else "linear_cross_entropy(hidden, weight, labels)"
@@ -212,10 +213,10 @@ class Changes:
             self._add("gradients set to None", how, peak, _REPLAYED)
 
     def _in_subject(self, ticks_of: Callable[[WatchedStep], dict[int, int]]) -> dict[int, int]:
-        """Translate a mapping from storages to ticks (positions among the ops) of the recorded run into the storages of the
-        subject's trace.
+        """Translate a mapping whose keys are storages of the recorded run: return it with storages of the subject as keys.
 
-        Two storages of the two traces are the same if their birth tick, size and label are equal.
+        Its values are ticks (positions among the ops) of the recorded run. Two storages of the two traces are the same if their
+        birth tick, size and label are equal.
         """
         if self._subject.watched is None:
             return {}
@@ -267,7 +268,7 @@ class Changes:
         )
 
     def _strategies(self) -> None:
-        """Try Plimsoll's strategies in place of the present way to save memory.
+        """Try Plimsoll's strategies in place of the present way to save memory, and record the peak of each as a change.
 
         Also try the lowest plan together with the chunked loss.
         """
@@ -321,7 +322,7 @@ _LEAST_STATE_BYTES = 4096 * 4
 
 
 def with_storages(trace: Trace, change: Callable[[Storage], Storage]) -> Trace:
-    """Return a copy of the trace with ``change`` applied to each storage."""
+    """Return a copy of the trace that has, instead of each storage, the result of ``change`` for this storage."""
     return replace(trace, storages=tuple(map(change, trace.storages)))
 
 

@@ -45,15 +45,16 @@ from plimsoll.tracing.recorder.calling import Context, Loss, check_context
 from plimsoll.units import format_bytes, format_share
 
 _BETWEEN = "::"
-"""Separates the module from the op in a label."""
+"""The separator between the module and the op in a label of the trace."""
 _NOWHERE = "outside of modules"
 _MOVED = 0.5
-"""A peak that falls by less than this share of the bytes that the set-up frees after forward counts as hardly moved."""
+"""A share of the bytes that the set-up (the way of saving memory) frees after forward. If the peak falls by less than this
+share of them, it counts as hardly moved."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeakView:
-    """The memory of one way to run the step, as data: its peak, and the bytes resident between forward and backward."""
+    """Data: the memory of one way to run the step: its peak, and the bytes resident between forward and backward."""
 
     peak: Peak
     parts: tuple[MemoryPart, ...]
@@ -63,7 +64,7 @@ class PeakView:
 
 
 def place_of(label: str, regions: Sequence[str]) -> str:
-    """Return the region that contains the label, else the label's module, else the label itself.
+    """Return the place that a label of the trace belongs to: the region that contains it, else its module, else the label.
 
     Example:
         >>> place_of("model.layers.0.mlp::mul#0", ["model.layers.0"])
@@ -75,7 +76,10 @@ def place_of(label: str, regions: Sequence[str]) -> str:
 
 
 def by_place(holders: Iterable[Holder], regions: Sequence[str]) -> tuple[Holder, ...]:
-    """Sum the bytes of the tensors by place (region or module), and return one entry per place, the largest first."""
+    """Add up the bytes of tensors that belong to the same place (region or module).
+
+    Return one entry for each place, the largest first.
+    """
     bytes_of: Counter[str] = Counter()
     for holder in holders:
         bytes_of[place_of(holder.label, regions)] += holder.bytes
@@ -84,8 +88,9 @@ def by_place(holders: Iterable[Holder], regions: Sequence[str]) -> tuple[Holder,
 
 
 def recomputed_by_place(step: WatchedStep) -> tuple[RecomputedPart, ...]:
-    """Return, for each place (region or module) that recomputes, how many ops ran again in backward, and the most bytes of
-    their results that were alive at once.
+    """Return one entry for each place (region or module) that recomputes: how many ops ran again, and their memory.
+
+    The memory is the most bytes of results of these ops that were alive at once in backward.
     """
     again = set(step.recomputed)
     ops: Counter[str] = Counter()
@@ -113,8 +118,9 @@ def _most_at_once(storages: Iterable[Storage]) -> int:
 
 
 def judge(setup: str, seen: PeakView, plain: PeakView | None, changes: Sequence[Change]) -> str:
-    """Say in words what the set-up (the way of saving memory) does to the peak, when the peak occurs, and which change lowers
-    it most.
+    """Return a text that says what the set-up (the way of saving memory) does to the peak.
+
+    The text also says when the peak occurs, and which change lowers it most. ``plain`` is the step with everything kept.
     """
     peak = seen.peak
     holders = name_largest(group_holders(peak.holders))
@@ -229,7 +235,7 @@ def explain(
 
 
 def _as_it_is(step: ExplainedStep, report: Progress) -> Explanation:
-    """Explain the step as the user runs it, with the model's own way to save memory."""
+    """Return the explanation of the step as the user runs it, with the model's own way to save memory."""
     report("running the unchanged step", 0.0)
     with watched(lambda pack, unpack: (pack, unpack)) as used:
         seen = step.watch(step.task.batch)
@@ -254,7 +260,7 @@ def _as_it_is(step: ExplainedStep, report: Progress) -> Explanation:
 
 
 def _under(asked: str | Plan | None, step: ExplainedStep, report: Progress) -> Explanation:
-    """Explain the step under a strategy or a plan of Plimsoll's engine.
+    """Return the explanation of the step under a strategy or a plan that Plimsoll's engine would carry out.
 
     For a compiled model without a strategy (``asked`` is ``None``), explain the compiled step and compare it with the same step
     run op by op.
@@ -266,7 +272,10 @@ def _under(asked: str | Plan | None, step: ExplainedStep, report: Progress) -> E
         refuse_other_model(step.task.model, strategy)
 
     def choose(index: StepIndex) -> Sequence[Choice]:
-        """Return the strategy's choices for a trace of this step. The trace may have been changed."""
+        """Return the strategy's choices (what each region keeps and recomputes) for a trace of this step.
+
+        The trace may have been changed, such as by chunking the loss.
+        """
         return choices_of(index, strategy.regions) if isinstance(strategy, Plan) else strategy_choices(index, strategy)
 
     report("tracing the step", 0.0)

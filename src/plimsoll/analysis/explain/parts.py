@@ -11,7 +11,7 @@ from plimsoll.artifacts.trace import Category, Storage, Trace
 from plimsoll.planning.describe import forward_end
 
 SHARDED = ("parameters", "gradients", "optimizer state")
-"""The parts of state that sharded data parallelism divides among the ranks."""
+"""The parts of a peak that sharded data parallelism divides among the ranks."""
 STATE = "state"
 _OTHER_STATE = "buffers and batch"
 _LAYERS, _ELSEWHERE = "activations of the layers", "activations elsewhere"
@@ -22,7 +22,7 @@ GROUP_OF = {
     _HEAD: _HEAD,
     _TEMPORARIES: _TEMPORARIES,
 }
-"""A mapping from the name of each part to the name of its group."""
+"""Maps the name of each part of a peak, such as ``gradients``, to the name of its group, such as state."""
 
 
 def parts_of_peak(trace: Trace, peak: Peak, regions: Sequence[str]) -> tuple[MemoryPart, ...]:
@@ -66,9 +66,10 @@ def _part_of_label(trace: Trace, regions: Sequence[str]) -> dict[str, str]:
 
 
 def _head_ticks(trace: Trace, layers: Sequence[Storage]) -> tuple[int, int]:
-    """Return the two ticks (positions among the ops) between which the head and the loss run.
+    """Return the range of ops of the head and the loss: the positions of the first op and of the range's end.
 
-    They are the end of the regions' forward and the start of the regions' backward. ``layers`` are the regions' activations.
+    It begins at the end of the regions' forward and ends at the start of the regions' backward. ``layers`` are the regions'
+    activations.
     """
     turn, ticks = forward_end(trace), len(trace.ops)
     if trace.regions:

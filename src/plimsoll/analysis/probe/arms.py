@@ -35,14 +35,15 @@ from plimsoll.session.manage import manage
 from plimsoll.tracing.recorder.untouched import KeptState, RandomState
 
 _COMPARED = 1
-"""The index, within a chunk, of the step that compares gradients. It is the step after the plan's engine records."""
+"""The position, within a chunk of training steps, of the step that compares gradients. It is the step after the plan's engine
+records."""
 _LEAST_STEPS_TO_MEASURE = 3
 """The peak is measured only in chunks with at least this many steps: one records, one compares gradients, one must remain."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """The inputs of a probe, as data: model and trainer, plan, batches, settings, run directory and progress report."""
+    """Data: the inputs of a probe: model and trainer, plan, batches, settings, run directory and progress report."""
 
     trainer: Trainer
     plan: Plan
@@ -55,7 +56,7 @@ class Job:
 
 
 class Arms:
-    """Trains both arms (without and with the plan) and holds their logs.
+    """Trains both arms (the same training without and with the plan), a chunk of steps at a time, and holds their logs.
 
     If the run directory has an interrupted run, that run is continued.
 
@@ -84,7 +85,7 @@ class Arms:
 
     @property
     def steps(self) -> int:
-        """The number of steps that both training runs (without and with the plan) have taken."""
+        """The number of training steps that each arm (the training without or with the plan) has taken so far."""
         return min(self._steps_of(arm) for arm in ARMS)
 
     def _steps_of(self, arm: str) -> int:
@@ -92,7 +93,7 @@ class Arms:
 
     @property
     def is_finite(self) -> bool:
-        """Whether losses and gradients of both training runs (without and with the plan) are finite so far."""
+        """Whether all losses and gradients so far are finite, in the training without the plan and in that with it."""
         return all(log.is_finite for log in self._logs.values())
 
     @property
@@ -114,7 +115,7 @@ class Arms:
         self._check_data()
 
     def _check_data(self) -> None:
-        """Raise if the batches differ from the batches that were trained on before an interruption."""
+        """Raise if the batches of a resumed run differ from the batches that were trained on before the interruption."""
         stream = self._job.stream
         for arm in ARMS:
             known = self._checksums.get((arm, stream.drawn))
@@ -167,10 +168,10 @@ class Arms:
         managed: Handle | None,
         chunk: tuple[int, int],
     ) -> StepRecord:
-        """Run one step of a chunk. In the first step the plan's engine records, and in the second step gradients are compared.
+        """Run and record one training step of a chunk.
 
-        The peak is measured only in the last step of the first chunk and of the last chunk, because on a CPU measuring takes
-        seconds.
+        In the first step of a chunk the plan's engine records, and in the second step gradients are compared. The peak is
+        measured only in the last step of the first chunk and of the last chunk, because on a CPU measuring takes seconds.
         """
         start, count = chunk
         trainer, offset = self._job.trainer, step - start
@@ -192,7 +193,7 @@ class Arms:
         return record if offset else msgspec.structs.replace(record, seconds=None)
 
     def _reference(self, call: Call, managed: Handle) -> list[list[torch.Tensor | None]]:
-        """Return the gradients without the plan at the present parameters.
+        """Return the gradients of one step without the plan, to compare the plan's gradients with. Parameters are not changed.
 
         The model's state and the random state are restored afterwards.
         """

@@ -21,7 +21,7 @@ ARMS = (BASELINE, PLAN)
 
 
 class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """The log record of one training step.
+    """Data: the log record of one training step.
 
     ``seconds`` is ``None`` if the plan's engine records in the step or the peak is measured, because the step's time is then
     not typical. ``peak_bytes`` is ``None`` unless the peak is measured.
@@ -36,18 +36,19 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_finite(self) -> bool:
-        """Whether the loss and the gradient are finite."""
+        """Whether the loss and the gradient of this step are finite."""
         return self.loss is not None and self.gradient_norm is not None
 
     def is_same(self, other: StepRecord) -> bool:
-        """Whether the loss and the gradient norms of both records have the same bits."""
+        """Whether this step and another have bit for bit the same loss and the same gradient norms."""
         ours = (self.step, self.loss, self.gradient_norm, self.block_norms)
         return self.is_finite and ours == (other.step, other.loss, other.gradient_norm, other.block_norms)
 
 
 class GradientRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """The comparison of the plan's gradient with the unmanaged gradient, per block of parameters: their inner product and both
-    squared norms.
+    """Data: one comparison of the plan's gradient with the unmanaged gradient, for each block of parameters.
+
+    A block has their inner product and both squared norms.
     """
 
     step: int
@@ -61,14 +62,14 @@ class GradientRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HeldOutRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """The log record of an evaluation: the loss of each held-out batch after ``steps`` training steps."""
+    """Data: the log record of one evaluation: the loss of each held-out batch after ``steps`` training steps."""
 
     steps: int
     losses: tuple[float | None, ...]
 
 
 class ArmLog(msgspec.Struct, kw_only=True):
-    """The log of one arm (the training without or with the plan): its steps, gradient comparisons and evaluations."""
+    """Data: the log of one arm (the training without or with the plan): its steps, gradient comparisons and evaluations."""
 
     steps: list[StepRecord] = []
     gradients: list[GradientRecord] = []
@@ -95,19 +96,20 @@ class ArmLog(msgspec.Struct, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """One arm (the training without or with the plan) as series with one number per step.
+    """Data: the logged numbers of one arm (the training without or with the plan), as series with one number for each step.
 
     A last step that is not finite is left out.
     """
 
     losses: Series
     norms: dict[str, Series]
-    """A mapping from each block to its gradient norm per step. The whole model comes first."""
+    """A mapping from the name of each block of parameters to a series: the block's gradient norm at each step. The whole model
+    comes first."""
 
 
 @dataclass(frozen=True, slots=True)
 class GradientSamples:
-    """The comparisons of one block's gradients, as series with one entry per comparison.
+    """Data: how one block's gradients with the plan compare with those without, as series with one number per comparison.
 
     ``errors`` are relative errors of the plan's gradient. ``cosines`` are cosines of the angle to the unmanaged gradient.
     ``gains`` are the plan's gradient's lengths along the unmanaged gradient, relative to the unmanaged gradient's length.
@@ -142,9 +144,7 @@ class ProbeEvidence:
 
     @property
     def identical_steps(self) -> int:
-        """The number of steps, counted from the first, with the same bits in losses and gradient norms without and with the
-        plan.
-        """
+        """How many steps at the beginning are equal bit for bit, in losses and gradient norms, without and with the plan."""
         pairs = zip(self.baseline_log.steps, self.plan_log.steps, strict=False)
         return next((i for i, (one, other) in enumerate(pairs) if not one.is_same(other)), self.steps)
 
@@ -154,7 +154,7 @@ class ProbeEvidence:
         return 0 < self.steps == self.identical_steps and len(self.baseline_log.steps) == len(self.plan_log.steps)
 
     def gradients(self, block: str) -> GradientSamples | None:
-        """Return the comparisons of one block's gradients, or ``None`` if none of them is usable."""
+        """Return the comparisons of one block's gradients without and with the plan; ``None`` if none of them is usable."""
         index = self.blocks.index(block) - 1  # -1 is the whole model, which the records do not list as a block
         sums = [
             [math.fsum(column) if index < 0 else column[index] for column in record.columns]
@@ -170,15 +170,17 @@ class ProbeEvidence:
         return GradientSamples(errors, np.minimum(cosines, 1.0), products / ones)
 
     def norm_change(self, block: str) -> statistics.Mean | None:
-        """Return the mean logarithm of the ratio of the block's gradient norm with the plan to its norm without the plan.
+        """Return how much the plan changes a block's gradient norm, as the mean logarithm of a ratio.
 
-        Return ``None`` if there are too few steps.
+        The ratio is the norm with the plan divided by the norm without it, at each step. Return ``None`` if there are too few
+        steps.
         """
         return statistics.mean_of_steps(statistics.log_ratios(self.baseline.norms[block], self.plan.norms[block]))
 
     def held_out(self) -> tuple[Series, Series] | None:
-        """Return the losses of the held-out batches without and with the plan, at the latest evaluation that both have;
-        ``None`` without one.
+        """Return two series: the losses of the held-out batches without and with the plan, at the latest evaluation of both.
+
+        ``None`` if no evaluation was made in both trainings.
         """
         ours = {record.steps: record.losses for record in self.plan_log.held_out}
         for record in reversed(self.baseline_log.held_out):
@@ -202,7 +204,7 @@ def _floats(numbers: tuple[float | None, ...]) -> Series:
 
 
 def compare_norms(evidence: ProbeEvidence, error: float) -> tuple[NormComparison, ...]:
-    """Compare the gradient norms without and with the plan, block by block.
+    """Return, for each block of parameters, a comparison of its gradient norms without and with the plan.
 
     The intervals are wrong with probability ``error``.
     """
@@ -224,7 +226,7 @@ def compare_norms(evidence: ProbeEvidence, error: float) -> tuple[NormComparison
 
 
 def _summarise(norms: Series) -> NormSummary:
-    """Summarise the gradient norms of one block of parameters in one training: median, quantiles, spikes and kurtosis."""
+    """Return a summary of one block's gradient norms in one training: median, quantiles, spikes and kurtosis."""
     if not len(norms):
         return NormSummary(median=0.0, percentile_95=0.0, largest=0.0, spikes=0, kurtosis=None, quantiles=())
     return NormSummary(
@@ -238,9 +240,9 @@ def _summarise(norms: Series) -> NormSummary:
 
 
 def compare_gradients(evidence: ProbeEvidence, error: float) -> tuple[GradientComparison, ...]:
-    """Compare the plan's gradients with unmanaged gradients at equal parameters, block by block.
+    """Return, for each block of parameters, a comparison of the gradients with and without the plan.
 
-    The intervals are wrong with probability ``error``.
+    Both gradients were computed at the same parameters. The intervals are wrong with probability ``error``.
     """
     made = []
     for block in evidence.blocks:

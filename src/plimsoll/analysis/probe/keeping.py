@@ -44,7 +44,10 @@ def seed_everything(seed: int) -> None:
 
 @contextlib.contextmanager
 def own_randomness() -> Iterator[None]:
-    """Restore the random state when the block ends, so that random numbers drawn inside do not affect code outside."""
+    """A context that saves the random state, and restores it when the block ends.
+
+    So random numbers drawn inside the block do not affect code outside.
+    """
     before = RandomState()
     try:
         yield
@@ -53,14 +56,17 @@ def own_randomness() -> Iterator[None]:
 
 
 class Weights(msgspec.Struct, kw_only=True):
-    """Copies, on the host, of a model's parameters and buffers. Of a sharded parameter, only this rank's shard is copied."""
+    """Data: copies, on the host, of a model's parameters and buffers.
+
+    Of a sharded parameter, only this rank's shard is copied.
+    """
 
     parameters: list[torch.Tensor]
     buffers: list[torch.Tensor]
 
 
 def take_weights(model: nn.Module) -> Weights:
-    """Return copies of all parameters and buffers on the host."""
+    """Return copies of all parameters and buffers of a model; the copies are on the host."""
     return Weights(
         parameters=[parameter.detach().to("cpu", copy=True) for parameter in _parameters(model)],
         buffers=[buffer.detach().to("cpu", copy=True) for buffer in model.buffers()],
@@ -68,7 +74,7 @@ def take_weights(model: nn.Module) -> Weights:
 
 
 def put_weights(model: nn.Module, weights: Weights, parameters: Sequence[torch.Tensor] | None = None) -> None:
-    """Write the weights into the model's own tensors, in place.
+    """Write saved weights into the model's own tensors, in place.
 
     ``parameters`` are the tensors to write to, if the model may have replaced its own since the weights were taken.
     """
@@ -81,7 +87,7 @@ def put_weights(model: nn.Module, weights: Weights, parameters: Sequence[torch.T
 
 @contextlib.contextmanager
 def trainable_copy(model: nn.Module) -> Iterator[Weights]:
-    """Let the block train the model, and restore everything afterwards, including the version counters of its tensors.
+    """A context for training the model: when the block ends, the model is restored, with its tensors' version counters.
 
     It yields the original weights. They are stored on the host, so that the device holds only one set of weights.
     """
@@ -194,7 +200,7 @@ class RunDirectory:
             self._write(f"{arm}.jsonl", lambda file: file.write(b"".join(line + b"\n" for line in log.lines())))
 
     def verdict(self) -> Verdict | None:
-        """Return the verdict of a finished run, or ``None`` if the run is not finished.
+        """Return the stored verdict if the run is finished, or ``None`` if it is not.
 
         Raises:
             ProbeRunUnusable: the verdict's file contains another artifact.

@@ -37,7 +37,7 @@ from plimsoll.tracing.recorder.fingerprint import fingerprint, signature
 from plimsoll.units import check_count
 
 _MOST_EXPONENT = 700.0
-"""The largest exponent that is passed to ``math.exp``, which overflows a little above it."""
+"""The largest exponent that is passed to ``math.exp``, which overflows a little above this number."""
 
 
 def probe(
@@ -162,7 +162,7 @@ def _settings(steps: int, chunk_steps: int, seed: int, target_loss: float | None
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _About:
-    """The verdict's description of the run, as data.
+    """Data: the description of a probe's run that the verdict shows.
 
     ``items`` is the unit, such as tokens; ``items_per_step`` is how many one batch has.
     """
@@ -209,7 +209,10 @@ def _about(
 
 
 def _identity(job: Job, about: _About) -> dict[str, str]:
-    """Return a mapping from the name of each part that determines the run's result to its text or its checksum."""
+    """Return what identifies a probe's run, to check that a run directory belongs to it.
+
+    The mapping has, for each part that determines the run's result, the part's name and its text or checksum.
+    """
     model, plan = job.trainer.model, job.plan
     weights = 0
     for tensor in (*model.parameters(), *model.buffers()):

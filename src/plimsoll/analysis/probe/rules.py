@@ -33,7 +33,7 @@ STATISTICAL_RULES = 5
 _FIRST_LOOK = 40
 """The rules are not tested before this many steps of training."""
 _HALVINGS = 4
-"""The rules are tested after 1/16, 1/8, 1/4 and 1/2 of the steps, and at the end."""
+"""The rules are tested after 1/16 (this many halvings of all steps), 1/8, 1/4 and 1/2 of the steps, and at the end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,9 +55,9 @@ class ProbeSettings:
 
     @property
     def looks(self) -> tuple[int, ...]:
-        """The numbers of steps after which the rules are tested (a look).
+        """The numbers of steps after which the rules are tested; such a test is called a look.
 
-        They are ends of chunks, and each is about twice the previous one.
+        Each is the end of a chunk, and about twice the previous one.
         """
         found = {self.steps}
         for halving in range(1, _HALVINGS + 1):
@@ -68,16 +68,16 @@ class ProbeSettings:
 
     @property
     def error_to_clear(self) -> float:
-        """The two-sided error probability of the intervals that clear a rule. Each look at the rules gets an equal share of the
-        allowed error.
+        """The error probability of the (two-sided) intervals that can clear a rule, so that the rule counts as kept.
 
-        The rules do not divide it further: all must be clear, so the verdict is wrongly good only if every rule is clear.
+        Each look (moment at which the rules are tested) gets an equal share of the allowed error. The rules do not divide it
+        further: all must be clear, so the verdict is wrongly good only if every rule is clear.
         """
         return self.error / self._decisions
 
     @property
     def error_to_break(self) -> float:
-        """The two-sided error probability of the intervals that break a rule.
+        """The error probability of the (two-sided) intervals that can break a rule.
 
         Any rule at any look can break the verdict, so they all share the allowed error.
         """
@@ -85,13 +85,13 @@ class ProbeSettings:
 
     @property
     def _decisions(self) -> int:
-        """How many times the rules are tested: several times if the run may stop early, else only at the end."""
+        """How many times the rules are tested in a run: several times if the run may stop early, else only at the end."""
         return len(self.looks) if self.is_early else 1
 
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """The outcomes of the rules after some number of steps, and the figures behind them, as data."""
+    """Data: the outcomes of all rules after some number of steps of a probe, and the figures behind them."""
 
     ruling: Ruling
     decided_by: str
@@ -103,12 +103,12 @@ class Findings:
 
     @property
     def missing(self) -> tuple[str, ...]:
-        """For each open rule, its name and what it still needs, such as more steps."""
+        """A text for each open rule (neither broken nor clear): the rule's name and what it still needs, such as more steps."""
         return tuple(f"{rule.name}: {rule.missing}" for rule in self.rules if rule.outcome is Outcome.OPEN)
 
     @property
     def reason(self) -> str:
-        """The finding of the rule that decided, and the range that the rule allows."""
+        """A text with the finding of the rule that decided, and the range that this rule allows."""
         deciding = [rule for rule in self.rules if rule.name == self.decided_by]
         if deciding:
             return f"{deciding[0].name}: {deciding[0].found}; allowed: {deciding[0].allowed}"
@@ -143,10 +143,10 @@ def judge(evidence: ProbeEvidence, settings: ProbeSettings) -> Findings:
 
 
 def stop_here(evidence: ProbeEvidence, settings: ProbeSettings) -> Findings | None:
-    """Return the findings if they justify to stop before all steps are taken, else ``None``.
+    """Return the findings so far if the run may stop before all steps are taken, else ``None``.
 
-    Between looks, only NaN, infinity and bit-equality count, because they cannot occur by chance. A bad ruling may stop the
-    run at any look; the ruling that the plan is good only after half of the steps.
+    Between looks, only NaN, infinity and bit-equality count, because they cannot occur by chance. A bad ruling may stop the run
+    at any look; the ruling that the plan is good only after half of the steps.
     """
     steps = evidence.steps
     if not evidence.is_finite:
@@ -165,7 +165,7 @@ def stop_here(evidence: ProbeEvidence, settings: ProbeSettings) -> Findings | No
 
 
 def _decide(rules: Sequence[Rule]) -> tuple[Ruling, str]:
-    """Return the ruling, and the name of the rule that decided.
+    """Return the ruling that follows from the outcomes of all rules, and the name of the rule that decided.
 
     If no single rule decided, return a sentence instead of the name.
     """
@@ -183,7 +183,7 @@ def _decide(rules: Sequence[Rule]) -> tuple[Ruling, str]:
 
 
 def _finite(evidence: ProbeEvidence) -> Rule:
-    """Rule: losses and gradients of both trainings (without and with the plan) are finite."""
+    """Test the rule that losses and gradients are finite in both trainings, and return its outcome."""
     found, ruling = "all losses and gradients are finite", Ruling.DIVERGED
     for name, log, its_ruling in (
         ("baseline", evidence.baseline_log, Ruling.BASELINE_DIVERGED),
@@ -197,7 +197,7 @@ def _finite(evidence: ProbeEvidence) -> Rule:
 
 
 def _identical(evidence: ProbeEvidence) -> Rule:
-    """Rule: losses and gradient norms are equal bit for bit without and with the plan.
+    """Test the rule that the trainings without and with the plan are equal bit for bit, in losses and gradient norms.
 
     If they are not, the other rules decide.
     """
@@ -215,7 +215,7 @@ def _identical(evidence: ProbeEvidence) -> Rule:
 
 
 def _spikes(whole: NormComparison, settings: ProbeSettings) -> Rule:
-    """Rule: the plan's gradient norm spikes less than twice as often as the baseline's gradient norm."""
+    """Test the rule that the gradient norm spikes less than twice as often with the plan as without it."""
     one, other = whole.baseline.spikes, whole.plan.spikes
     p_value = statistics.more_spikes_p_value(one, other)
     outcome = Outcome.CLEAR
@@ -235,7 +235,7 @@ def _spikes(whole: NormComparison, settings: ProbeSettings) -> Rule:
 
 @dataclass(frozen=True, slots=True)
 class _Bounded:
-    """A figure with two intervals and the allowed range.
+    """Data: one measured figure with two intervals and the range that its rule allows.
 
     The ``wide`` interval can break the figure's rule, the ``narrow`` interval can clear it.
     """
@@ -254,7 +254,7 @@ class _Bounded:
 
     @property
     def excess(self) -> float:
-        """How far the figure could be outside the allowed range.
+        """How far the figure could be outside the allowed range, at the worst end of the narrow interval.
 
         A negative number says how far the figure is inside for sure.
         """
@@ -262,7 +262,10 @@ class _Bounded:
 
     @property
     def certain_excess(self) -> float:
-        """How far the figure is outside the allowed range for sure. A negative number means that it may be inside."""
+        """How far the figure is outside the allowed range at least, by the wide interval.
+
+        A negative number means that it may be inside.
+        """
         return max(self.wide.low - self.high, self.low - self.wide.high)
 
 
@@ -289,7 +292,11 @@ def _bounded(
 
 
 def _judged(name: str, ruling: Ruling, allowed: str, figures: Sequence[_Bounded], missing: str) -> Rule:
-    """Make a rule from several figures. The rule is broken if any figure is broken, and clear if all figures are clear."""
+    """Return the outcome of one rule that limits several figures.
+
+    The rule is broken if any figure is broken, and clear if all figures are clear. ``missing`` says what is needed if it is
+    neither.
+    """
     outcome, found = Outcome.OPEN, "too few steps"
     if figures:
         outcomes = {figure.outcome for figure in figures}
@@ -309,7 +316,7 @@ def _judged(name: str, ruling: Ruling, allowed: str, figures: Sequence[_Bounded]
 
 
 def _shift(evidence: ProbeEvidence, settings: ProbeSettings) -> Rule:
-    """Rule: the gradient norm of each block of parameters changes by at most a tenth."""
+    """Test the rule that the plan changes the gradient norm of each block of parameters by at most a tenth."""
     # Any block can break the rule by chance, so the blocks share that error. To clear the rule, all blocks must be clear.
     errors = (settings.error_to_break / len(evidence.blocks), settings.error_to_clear)
     figures = []
@@ -321,9 +328,9 @@ def _shift(evidence: ProbeEvidence, settings: ProbeSettings) -> Rule:
 
 
 def _gradient(evidence: ProbeEvidence, settings: ProbeSettings) -> Rule:
-    """Rule: both gradients are taken at equal parameters.
+    """Test the rule that the plan keeps the direction and the length of each block's gradient.
 
-    In each block, the plan's gradient keeps its direction, and its length along the unmanaged gradient.
+    Both gradients are taken at equal parameters. The length is measured along the unmanaged gradient.
     """
     # Each block has two figures, gain and cosine, and any of them can break the rule by chance.
     errors = (settings.error_to_break / (2 * len(evidence.blocks)), settings.error_to_clear)
@@ -340,9 +347,9 @@ def _gradient(evidence: ProbeEvidence, settings: ProbeSettings) -> Rule:
 
 
 def _delay(evidence: ProbeEvidence, settings: ProbeSettings) -> tuple[Rule, IntervalEstimate | None]:
-    """Rule: the plan needs at most a tenth more steps than the baseline to reach the same loss.
+    """Test the rule that the plan needs at most a tenth more steps than the baseline to reach the same loss.
 
-    Also return the interval of that factor.
+    Return the rule's outcome and the interval of that factor.
     """
     losses, window = evidence.baseline.losses, window_of(evidence.steps)
     figures = _bounded(
@@ -364,9 +371,9 @@ def window_of(steps: int) -> int:
 
 
 def _held_out(evidence: ProbeEvidence, settings: ProbeSettings) -> tuple[Rule, IntervalEstimate | None]:
-    """Rule: the plan's held-out loss is higher than the baseline's by at most 1%, or by at most what a tenth more steps gain.
+    """Test the rule that the plan's held-out loss is not much higher than the baseline's.
 
-    Also return the interval of the difference.
+    It may be higher by 1%, or by the gain of a tenth more steps. Return the rule's outcome and the interval of the difference.
     """
     pair = evidence.held_out()
     allowed = f"worse by at most what {MOST_DELAY - 1:.0%} more steps gain, or by {LEAST_HELD_OUT_MARGIN:.0%}"

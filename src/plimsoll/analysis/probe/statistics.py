@@ -52,14 +52,14 @@ _LEAST_WINDOW = 10
 
 @dataclass(frozen=True, slots=True)
 class Mean:
-    """A mean with its standard error and its degrees of freedom. Its methods compute intervals of any confidence."""
+    """Data: a mean with its standard error and its degrees of freedom. Its methods compute confidence intervals."""
 
     value: float
     standard_error: float
     freedom: float
 
     def interval(self, error: float) -> tuple[float, float]:
-        """Return both ends of the two-sided interval for the mean. The interval is wrong with probability ``error``."""
+        """Return the lower and the upper end of the confidence interval; it is wrong with probability ``error``."""
         reach = float(stats.t.isf(error / 2, self.freedom)) * self.standard_error
         return self.value - reach, self.value + reach
 
@@ -93,7 +93,10 @@ def block_length(series: Series) -> int:
 
 
 def mean_of_steps(series: Series) -> Mean | None:
-    """Return the mean of an autocorrelated series, with its error; ``None`` for fewer than ``LEAST_STEPS`` numbers."""
+    """Return the mean of numbers logged at consecutive steps, with a standard error that allows for their correlation.
+
+    ``None`` for fewer than ``LEAST_STEPS`` numbers.
+    """
     count = len(series)
     if count < LEAST_STEPS:
         return None
@@ -106,7 +109,7 @@ def mean_of_steps(series: Series) -> Mean | None:
 
 
 def mean_of_samples(samples: Series) -> Mean | None:
-    """Return the mean of independent samples, with its error; ``None`` for fewer than three samples."""
+    """Return the mean of independent numbers, with its standard error; ``None`` for fewer than three numbers."""
     count = len(samples)
     if count < LEAST_SAMPLES:
         return None
@@ -126,7 +129,7 @@ def log_ratios(baseline: Series, plan: Series) -> Series:
 
 
 def share_grown(logarithm: float) -> float:
-    """Convert an increase of a logarithm into a relative increase (0.1 for 10% more)."""
+    """Return the relative increase that an increase of a logarithm means: 0.1 for 10% more."""
     return math.expm1(min(logarithm, _MOST_LOGARITHM))
 
 
@@ -177,7 +180,7 @@ def adjusted(p_values: Sequence[float]) -> list[float]:
 
 
 def count_spikes(norms: Series) -> int:
-    """Count the times that the norm rises above three times the median of the previous 50 steps.
+    """Return how often a gradient norm spikes: rises above three times the median of the previous 50 steps.
 
     Consecutive steps above count once. The first 10 steps are not tested.
     """
@@ -214,13 +217,16 @@ def kurtosis(series: Series) -> float | None:
 
 
 def trailing_means(series: Series, window: int) -> Series:
-    """Return the mean of every ``window`` consecutive numbers. The first result is the mean of the first ``window`` numbers."""
+    """Return the running mean of a series: an array with the mean of each ``window`` consecutive numbers.
+
+    The first entry is the mean of the first ``window`` numbers.
+    """
     sums = np.concatenate(([0.0], np.cumsum(series)))
     return np.asarray((sums[window:] - sums[:-window]) / window, dtype=np.float64)
 
 
 def first_step_at(series: Series, target: float, window: int) -> int | None:
-    """Return the number of steps until the mean of the last ``window`` numbers is at most ``target``, or else ``None``."""
+    """Return how many steps it takes until the mean of the last ``window`` numbers is at most ``target``, else ``None``."""
     if len(series) < window:
         return None
     reached = np.flatnonzero(trailing_means(series, window) <= target)
@@ -228,11 +234,11 @@ def first_step_at(series: Series, target: float, window: int) -> int | None:
 
 
 def delay(losses: Series, excess: float, window: int) -> float:
-    """Return the factor on the number of steps that corresponds to a final loss which is higher by ``excess``. It is 1 if the
-    loss is not higher.
+    """Return how many times as many steps a training needs if its final loss exceeds the baseline's by ``excess``.
 
-    The baseline had that higher loss at an earlier step. The result is a ratio of steps: the step at which the baseline first
-    reached its final loss, divided by that earlier step. Each step is the middle of the averaging window.
+    The factor is 1 if the loss is not higher. The baseline had that higher loss at an earlier step. The result is a ratio of
+    steps: the step at which the baseline first reached its final loss, divided by that earlier step. Each step is the middle of
+    the averaging window.
 
     Args:
         losses: the baseline's losses, one per step.

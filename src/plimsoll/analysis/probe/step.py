@@ -31,7 +31,7 @@ MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
 class Blocks:
-    """Trainable parameters grouped into blocks: one block per region of the plan, and one for all other parameters."""
+    """The model's trainable parameters, grouped into blocks: one for each region of the plan, one for all other parameters."""
 
     def __init__(self, model: nn.Module, regions: Sequence[str]) -> None:
         names = sorted(dict.fromkeys(regions), key=len, reverse=True)
@@ -64,9 +64,9 @@ class Blocks:
         return finite(whole), tuple(finite(math.sqrt(each)) if math.isfinite(each) else None for each in found)
 
     def take_gradients(self) -> list[list[torch.Tensor | None]]:
-        """Copy all gradients to the host, and return a list per block.
+        """Copy all gradients to the host. Return a list for each block of parameters, with one tensor for each parameter.
 
-        On the host, because the gradients of two steps must not be on the device together.
+        They are copied to the host, because the gradients of two steps must not be on the device together.
         """
         return [
             [None if p.grad is None else densified(p.grad).to("cpu", copy=True) for p in parameters]
@@ -74,7 +74,10 @@ class Blocks:
         ]
 
     def compare(self, step: int, baseline: list[list[torch.Tensor | None]]) -> GradientRecord | None:
-        """Compare the present gradients with the gradients of an unmanaged step. Return ``None`` if any value is not finite."""
+        """Compare the model's present gradients with the gradients of a step without a plan, block by block.
+
+        ``None`` if any value is not finite.
+        """
         columns: tuple[list[float], list[float], list[float]] = ([], [], [])
         for parameters, theirs in zip(self.members.values(), baseline, strict=True):
             sums = [0.0, 0.0, 0.0]
@@ -102,7 +105,7 @@ class Trainer:
         self.blocks = blocks
 
     def backward(self, call: Call) -> float:
-        """Delete the gradients, run forward, loss and backward, and return the loss."""
+        """Run forward, loss and backward for one batch, and return the loss. Gradients of earlier steps are deleted first."""
         for parameter in self.model.parameters():
             parameter.grad = None
         output = self.model(*call.args, **call.kwargs)
@@ -130,7 +133,10 @@ class Trainer:
         return msgspec.structs.replace(record, seconds=seconds)
 
     def measured_step(self, number: int, call: Call, optimizer: torch.optim.Optimizer) -> StepRecord:
-        """Run one step and measure its peak in bytes, which includes parameters, buffers, batch and optimizer state."""
+        """Run one step and measure its peak, and return the step's record.
+
+        The peak is in bytes, and includes parameters, buffers, batch and optimizer state.
+        """
         call = self.own(call)
         for parameter in self.model.parameters():
             parameter.grad = None

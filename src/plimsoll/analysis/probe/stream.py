@@ -28,7 +28,7 @@ _SHARE_SET_APART = 10
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One batch, as arguments for a call of the model."""
+    """Data: one batch, as positional and keyword arguments for a call of the model."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -61,14 +61,14 @@ class Stream:
 
     @property
     def description(self) -> str:
-        """A short description of the stream, for the verdict."""
+        """A short text that describes the batches of this stream, for the verdict."""
         if self.is_fixed:
             return "one fixed batch"
         length = "" if self._length is None else f" of {self._length} batches"
         return f"a stream{length}"
 
     def held_out(self) -> list[Call]:
-        """Return the batches that are set apart for evaluation."""
+        """Return the batches that this stream sets apart for evaluation, which ``draw`` never returns."""
         if not self.set_apart or self._length is None:
             return []
         if isinstance(self._source, Sequence):
@@ -78,7 +78,7 @@ class Stream:
             return [_as_call(batch) for batch in itertools.islice(self._source, self._length - self.set_apart, None)]
 
     def first(self) -> Call:
-        """Look at the next batch without drawing it; ``draw`` still returns it.
+        """Return the next batch without drawing it; ``draw`` still returns it.
 
         Raises:
             InvalidProbe: the stream does not yield a batch.
@@ -203,7 +203,10 @@ def held_out_calls(source: Iterable[Any]) -> list[Call]:
 
 
 def checksum(call: Call, start: int = 0) -> int:
-    """Return a CRC-32 of the batch's tensors and other values. ``start`` is the checksum of the batches before it."""
+    """Return a CRC-32 of one batch's tensors and other values, continued from ``start``.
+
+    ``start`` is the checksum of the batches before it.
+    """
     code = start
     for leaf in tree_leaves((call.args, {name: call.kwargs[name] for name in sorted(call.kwargs)})):
         if isinstance(leaf, torch.Tensor):
@@ -220,7 +223,7 @@ def _as_call(batch: Any) -> Call:
 
 
 def read_data(batches: Any, held_out: Iterable[Any] | int | None, seed: int) -> tuple[Stream, list[Call]]:
-    """Return the stream to train on, and the list of batches for evaluation."""
+    """Return the stream of batches to train on, and the list of batches for evaluation, from the arguments of ``probe``."""
     if held_out is None or isinstance(held_out, int):
         stream = Stream(batches, set_apart=held_out, seed=seed)
         return stream, stream.held_out()

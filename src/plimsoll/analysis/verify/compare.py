@@ -48,7 +48,7 @@ from plimsoll.tracing.recorder.untouched import untouched
 from plimsoll.units import check_count
 
 BASELINE = ""
-"""The key of the unmanaged step among the timings."""
+"""The key under which the times of the step without a plan are stored."""
 STRATEGIES = ("none", "full", "every:2", "sqrt", "selective:attention")
 """The strategies that are compared by default, for an eager model."""
 _BESIDE = "compared with the same model compiled under torch's default partition"
@@ -59,8 +59,9 @@ COMPILED_STRATEGIES = ("none", "full", *(f"{MEMORY_BUDGET}:{share}" for share in
 
 @dataclass(frozen=True, slots=True)
 class PlanMeasurement:
-    """What was measured under one strategy: its peak in bytes, and the differences of its gradients and buffers from the
-    unmanaged step.
+    """Data: what was measured under one strategy: its peak in bytes, and how its gradients and buffers differ.
+
+    They are compared with the step without a plan.
     """
 
     peak_bytes: int
@@ -163,7 +164,7 @@ def compare(
 
 
 def _named(strategies: Sequence[str] | str | None, task: TrainingTask, *, has_budget: bool) -> tuple[str, ...]:
-    """Return the requested strategies without duplicates.
+    """Return the names of the strategies to compare, without duplicates.
 
     If none are requested, return a fixed set, and ``auto`` if there is a budget.
     """
@@ -173,7 +174,7 @@ def _named(strategies: Sequence[str] | str | None, task: TrainingTask, *, has_bu
 
 
 def _plan_all(planner: StepPlanner, step: TrainingStep, report: Progress) -> dict[str, Plan]:
-    """Make one plan per strategy, and return a mapping from strategy to plan. Only ``auto`` gets the budget."""
+    """Return a mapping from each strategy to its plan. Only ``auto`` gets the budget."""
     planner.try_forms(lambda: step, report)
     plans: dict[str, Plan] = {}
     for name in planner.options.strategies:
@@ -185,14 +186,16 @@ def _plan_all(planner: StepPlanner, step: TrainingStep, report: Progress) -> dic
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Measured:
-    """All measurements, as data: the unmanaged step's peak in bytes, each strategy's peak and gradients, and the timings of
-    all.
+    """Data: everything that was measured for a comparison.
+
+    It has the peak in bytes of the step without a plan, each strategy's peak and gradients, and the times of all.
     """
 
     baseline_peak_bytes: int
     by_name: dict[str, PlanMeasurement]
     refused: dict[str, str]
-    """A mapping from each of torch's own strategies that torch cannot compile for this model to the reason."""
+    """Maps names of strategies to reasons. It has those of torch's own strategies that torch cannot compile for this model,
+    each with the reason."""
     timings: dict[str, Timing]
     rounding: float
     """The relative gradient error that other kernel fusions may cause.
@@ -201,7 +204,7 @@ class _Measured:
     """
 
     def row(self, name: str, plan: Plan | None) -> ComparisonRow:
-        """Return one row of the comparison: the measurements, and the plan's predictions if the strategy has a plan."""
+        """Return one strategy's row of the comparison: its measurements, and the predictions of its plan if it has one."""
         row = ComparisonRow(strategy=name, note=self.refused.get(name, "")) if plan is None else _predicted(name, plan)
         measured = self.by_name.get(name)
         if measured is None:
@@ -240,9 +243,9 @@ def _measure(
     rounds: int,
     report: Progress,
 ) -> _Measured:
-    """Run every strategy that can be applied, then time all of them and the unmanaged step in interleaved rounds.
+    """Run the step under every strategy that can be applied, then time all of them in interleaved rounds.
 
-    Return the peaks, gradients and timings.
+    The step without a plan is timed too. Return the peaks, gradients and times.
     """
     step = task.step(written=written)
     usable = {name: each for name, each in managers.items() if not isinstance(each, Plan) or each.status.is_usable}
@@ -284,7 +287,7 @@ def _measure(
 
 
 def _run_twice(step: TrainingStep, evidence: Evidence, absent_bytes: int) -> PlanMeasurement:
-    """Measure the plan's first step (the engine records during it) and the following step.
+    """Run two steps under a plan and compare both with the step without a plan. The engine records during the first step.
 
     Return the larger peak of the two, and for each tensor the larger of its two differences from the unmanaged step.
     """
@@ -372,12 +375,12 @@ class TorchsOwn:
         self._put_back: list[Callable[[], None]] = []
 
     def resumed(self) -> TorchsOwn:
-        """Call ``resume``, and return this object."""
+        """Switch torch's way to save memory on, and return this object."""
         self.resume()
         return self
 
     def resume(self) -> None:
-        """Install the replacements of the units' calls and of the modules' forwards."""
+        """Switch torch's way to save memory on: install the replaced calls of units and forwards of modules."""
         self._put_back = [install(unit, call) for unit, call in self._calls.items()]
         for module, forward in self._forwards.items():
             self._put_back.append(_with_forward(module, forward))
@@ -387,7 +390,7 @@ class TorchsOwn:
         self.pause()
 
     def pause(self) -> None:
-        """Put back the calls that the user's torch.compile made, and the modules' own forwards."""
+        """Switch torch's way to save memory off: put back the user's compiled calls and the modules' own forwards."""
         while self._put_back:
             self._put_back.pop()()
 
@@ -405,7 +408,9 @@ def _with_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable[[]
 
 
 def _budgeted(task: TrainingTask, _: tuple[str, ...] | None, *, share: float) -> TorchsOwn:
-    """Compile every unit of the model under torch's memory budget, without changing the process-wide setting.
+    """Compile every unit of the model under torch's memory budget, and return the object that switches it on and off.
+
+    The process-wide setting does not change.
 
     Private to torch, seen in torch 2.9 to 2.15: ``torch._functorch.config.activation_memory_budget``, which torch reads when it
     partitions a graph.
@@ -430,7 +435,7 @@ def _backend(options: Any, share: float) -> Callable[..., Any]:
 
 
 def _checkpointed(task: TrainingTask, patterns: tuple[str, ...] | None, *, is_selective: bool) -> TorchsOwn:
-    """Put every region in ``torch.utils.checkpoint`` inside the compiled unit that contains it.
+    """Return an object that puts every region in ``torch.utils.checkpoint``, inside the compiled unit that contains it.
 
     Equal blocks share one compilation.
     """
@@ -452,7 +457,7 @@ def _checkpointed(task: TrainingTask, patterns: tuple[str, ...] | None, *, is_se
 
 
 class _Checkpointed(nn.Module):
-    """A module that runs another module under ``torch.utils.checkpoint``, including that module's hooks."""
+    """A module that replaces another one: it runs it, with its hooks, under ``torch.utils.checkpoint``."""
 
     def __init__(self, module: nn.Module, words: Mapping[str, Any]) -> None:
         super().__init__()

@@ -68,10 +68,10 @@ class Pausable(Protocol):
     """The interface of an object that saves memory from ``resume`` until ``pause``, such as a plan's handle."""
 
     def resume(self) -> None:
-        """Start to save memory."""
+        """Begin to save memory in the steps that follow."""
 
     def pause(self) -> None:
-        """Stop to save memory."""
+        """Stop to save memory: the steps that follow keep everything."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,10 +88,10 @@ class Depth:
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """The reference, as data: the unmanaged model's loss, gradients and buffers after one step, and how far two such runs
-    differ.
+    """Data: the reference for other runs of the step: loss, gradients and buffers after one step without a plan.
 
-    ``spread`` maps the name of each tensor that differed between the two runs to its largest absolute difference.
+    Two such runs are made. ``spread`` maps the name of each tensor that differed between the two runs to its largest absolute
+    difference.
     """
 
     loss: float
@@ -108,7 +108,7 @@ class Evidence:
 
 @dataclass(frozen=True, slots=True)
 class Apart:
-    """How far a run's gradients and buffers are from the reference, tensor by tensor.
+    """Data: how far a run's gradients and buffers are from the step without a plan, tensor by tensor.
 
     ``error`` is the relative error of the whole gradient.
     """
@@ -119,11 +119,11 @@ class Apart:
 
     @property
     def is_within_spread(self) -> bool:
-        """Whether each tensor differs by at most as much as it did between two unmanaged runs."""
+        """Whether each tensor differs from the reference by at most as much as two runs without a plan differed."""
         return all(mismatch.is_within_spread for mismatch in (*self.gradients, *self.buffers))
 
     def worst(self, other: Apart) -> Apart:
-        """Combine the differences of two runs: for each tensor, keep the larger one."""
+        """Return the differences of two runs in one: for each tensor, the larger difference."""
         return Apart(
             _merged(self.gradients, other.gradients),
             _merged(self.buffers, other.buffers),
@@ -133,7 +133,7 @@ class Apart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observed:
-    """What was measured while the step saves memory, through a plan or through the model's own checkpointing."""
+    """Data: what was measured while the step saved memory, through a plan or through the model's own checkpointing."""
 
     peak_bytes: int
     apart: Apart
@@ -152,7 +152,7 @@ def read_measurable(
     *,
     compile: bool | Mapping[str, Any] | None,  # noqa: A002 - torch's word
 ) -> TrainingTask:
-    """Read the model, batch, loss and optimizer as a training task, and raise if its step cannot be measured.
+    """Return model, batch, loss and optimizer as a training task. Raise if its step cannot be measured.
 
     Raises:
         InvalidModel: the model is on the meta device. Further errors as for ``TrainingTask.read``.
@@ -168,9 +168,9 @@ def read_measurable(
 
 
 def collect_evidence(step: TrainingStep, depth: Depth) -> Evidence:
-    """Make the reference: run the unmanaged step twice from the same state, and once more if module outputs are requested.
+    """Make the reference that other runs are compared with: run the step twice without a plan, from the same state.
 
-    If a loss curve is requested, its training steps are run too.
+    If module outputs are requested, the step runs once more. If a loss curve is requested, its training steps are run too.
     """
     loss = step.run()
     gradients, buffers = copies(step.gradients()), copies(step.buffers())
@@ -213,15 +213,16 @@ class KeptCasts:
     """
 
     error: float
-    """The relative error of the managed gradient against the unmanaged gradient, if every op rounds its result in both."""
+    """The relative error of the gradient of the step that saves memory against the unmanaged gradient, if every op rounds its
+    result in both."""
     tolerance: float
     """The relative gradient error that other fusions may still cause when every op rounds its result."""
     moved: float
-    """The relative change of the unmanaged gradient, if every op rounds its result."""
+    """The relative change of the gradient without a plan that comes from rounding every op's result."""
 
     @property
     def note(self) -> str:
-        """Return a note for the receipt: the result, and the tolerance that follows from it."""
+        """Return a sentence for the receipt: the errors that were measured, and the tolerance that follows from them."""
         apart = f"{self.error:.1e} apart" if self.error else "equal bit for bit"
         return (
             f"if each op rounds its output to 16 bits (emulate_precision_casts), both gradients are {apart}: they differ only "
@@ -265,11 +266,11 @@ def keep_casts(
 def torch_errs(
     step: TrainingStep, units: Sequence[Unit], managed: Callable[[], AbstractContextManager[object]]
 ) -> float:
-    """Return the gradient error of torch's own compiled step, if that step is wrong and the managed step is right; else 0.
+    """Return the gradient error of torch's own compiled step without a plan if that step is wrong; else 0.
 
-    Both are compared with the uncompiled step. A step is right if its error is at most the square root of the machine epsilon
-    (half of the digits). Backward of the compiled step may read a buffer that forward has changed in the meantime. Backward of
-    the uncompiled step reads the saved value.
+    The compiled step counts as wrong only if the managed step is right. Both are compared with the uncompiled step. A step is
+    right if its error is at most the square root of the machine epsilon (half of the digits). Backward of the compiled step may
+    read a buffer that forward has changed in the meantime. Backward of the uncompiled step reads the saved value.
     """
     with in_place(units, lambda _: None):
         step.run()
@@ -295,7 +296,7 @@ def run_intermediates(step: TrainingStep, depth: Depth) -> Found:
 
 
 def managed_run(step: TrainingStep, handle: Pausable) -> Callable[[], None]:
-    """Return a function that resumes the plan, runs the step and pauses the plan."""
+    """Return a function that runs the step once with the plan: it resumes the plan, runs the step and pauses the plan."""
 
     def run() -> None:
         handle.resume()
@@ -319,7 +320,10 @@ def consecutive_losses(step: TrainingStep, count: int) -> tuple[float | None, ..
 def time_both(
     step: TrainingStep, plain: Callable[[], AbstractContextManager[object]], rounds: int
 ) -> tuple[Timing, Timing]:
-    """Time the step inside the context ``plain`` and outside it, in interleaved pairs. Return the two timings in this order."""
+    """Time the step inside the context ``plain`` (without saving memory) and outside it, in interleaved pairs.
+
+    Return the two timings in this order.
+    """
 
     def run_plain() -> None:
         with plain():
@@ -330,7 +334,7 @@ def time_both(
 
 
 def of_all_ranks(agreement: Agreement, what: str, mine: T) -> list[T]:
-    """Collect each rank's receipt or comparison, and return a list in the order of the ranks."""
+    """Return a list with each rank's receipt or comparison, in the order of the ranks. ``mine`` is this rank's."""
     texts = zip(agreement.all_of(what, to_json(mine), str), agreement.ranks, strict=True)
     return [cast("T", from_json(text, source=f"{what} of rank {rank}")) for text, rank in texts]
 
@@ -382,7 +386,7 @@ def half_the_digits(model: nn.Module) -> float:
 
 
 def versions() -> dict[str, str]:
-    """Return, for a receipt, a mapping with the versions of Python and torch, the machine's architecture and the GPU's name."""
+    """Return a mapping for a receipt: the versions of Python and torch, the machine's architecture and the GPU's name."""
     found = {"python": platform.python_version(), "torch": str(torch.__version__), "machine": platform.machine()}
     if torch.cuda.is_available():
         found["device"] = torch.cuda.get_device_name()
@@ -390,7 +394,7 @@ def versions() -> dict[str, str]:
 
 
 def _merged(first: tuple[Mismatch, ...], second: tuple[Mismatch, ...]) -> tuple[Mismatch, ...]:
-    """Return each tensor that differs in either run once, with the larger of its two differences."""
+    """Return the tensors that differ from the reference in at least one of two runs, each with the larger difference."""
     worst: dict[str, Mismatch] = {}
     for mismatch in (*first, *second):
         known = worst.get(mismatch.name)
@@ -400,7 +404,7 @@ def _merged(first: tuple[Mismatch, ...], second: tuple[Mismatch, ...]) -> tuple[
 
 
 def _distance(mismatch: Mismatch) -> float:
-    """Return the tensor's largest absolute difference.
+    """Return the largest absolute difference that a compared tensor shows between two runs.
 
     It is infinite if the tensor is missing or the difference is not finite.
     """
@@ -429,7 +433,7 @@ def run_curve(step: TrainingStep, depth: Depth) -> tuple[float | None, ...]:
 
 @contextlib.contextmanager
 def _restored(*things: Any) -> Iterator[None]:
-    """Restore tensors, and the contents of containers such as dicts, bit for bit when the block ends."""
+    """A context that restores tensors, and the contents of containers such as dicts, bit for bit when the block ends."""
     kept = KeptContents(things)
     try:
         yield
@@ -473,7 +477,7 @@ def _central_difference(
 
 @contextlib.contextmanager
 def _shifted(step: TrainingStep, gradients: Mapping[str, torch.Tensor | None], factor: float) -> Iterator[None]:
-    """Add ``factor`` times the gradient to the parameters inside the block, and restore the parameters bit for bit."""
+    """A context inside which ``factor`` times the gradient is added to the parameters. They are restored bit for bit."""
     named = step.model.named_parameters()
     moved = {parameter: found for name, parameter in named if (found := gradients.get(name)) is not None}
     with _restored(*moved):

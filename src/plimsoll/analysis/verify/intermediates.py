@@ -20,14 +20,11 @@ from plimsoll.tracing.recorder.storages import same_contents
 from plimsoll.tracing.torch_internals import current_graph_task, without_torch_function
 
 Key = tuple[str, int, bool]
-"""The module's name, the number of its call, and whether the tensor is the gradient of the module's output (else the output
-itself).
-"""
+"""Names one compared tensor: the module's name, the number of the module's call, and whether it is the gradient of the output.
+If it is not, it is the output itself."""
 Found = dict[Key, torch.Tensor | None]
-"""A mapping from key to a copy of the tensor.
-
-It is ``None`` for a gradient that cannot be observed because the module ran without autograd.
-"""
+"""A mapping from the key (name) of a module's output or its gradient to a copy of the tensor. It is ``None`` for a gradient
+that cannot be observed because the module ran without autograd."""
 
 
 def mismatches(
@@ -60,7 +57,7 @@ def mismatches(
 
 
 def _difference(first: torch.Tensor | None, second: torch.Tensor | None) -> tuple[float | None, float | None]:
-    """Return the largest absolute difference, and its ratio to the largest magnitude in ``first``.
+    """Return the largest absolute difference of two tensors, and its ratio to the largest magnitude in ``first``.
 
     Either is ``None`` if it is not a finite number.
     """
@@ -74,7 +71,7 @@ def _difference(first: torch.Tensor | None, second: torch.Tensor | None) -> tupl
 
 @contextlib.contextmanager
 def collect_intermediates(model: nn.Module, patterns: Sequence[str]) -> Iterator[Found]:
-    """Collect the first output of each call of the named modules, and its gradient, while the block runs.
+    """A context that collects the first output of each call of the named modules, and the output's gradient.
 
     A recomputation in backward does not count as another call of the module.
 

@@ -69,7 +69,7 @@ class CompilerBudget:
 
     @contextlib.contextmanager
     def plain(self) -> Iterator[None]:
-        """Run the block with everything kept: without saved-tensor hooks, and compiled under a budget of 1."""
+        """A context that keeps everything: without saved-tensor hooks, and compiled under a budget of 1."""
         with switched_off():
             if not self.is_compiled:
                 yield
@@ -85,7 +85,7 @@ class CompilerBudget:
 def verify_own(
     step: TrainingStep, signature: str, *, max_error: float, steps: int, depth: Depth, report: Progress
 ) -> Receipt:
-    """Compare a step that saves memory by its own means with the same step when everything is kept.
+    """Compare a step that saves memory by its own means with the same step when everything is kept, and return the receipt.
 
     Args:
         step: the training step, without a plan.
@@ -142,7 +142,7 @@ def verify_own(
 
 
 def _own_slope(step: TrainingStep, budget: CompilerBudget, evidence: Evidence) -> tuple[Slope | None, tuple[str, ...]]:
-    """Check the gradient against the slope of the loss.
+    """Check the gradient of a step with its own checkpointing against the slope of the loss, and return the slope.
 
     If the step with everything kept fails this check too, the check says nothing about checkpointing. Then return a note
     instead of the slope.
@@ -164,7 +164,7 @@ def _own_slope(step: TrainingStep, budget: CompilerBudget, evidence: Evidence) -
 def _observe(
     step: TrainingStep, budget: CompilerBudget, evidence: Evidence, steps: int, depth: Depth
 ) -> tuple[Observed, Counter[str]]:
-    """Run and measure the step with its own way to save memory.
+    """Run a step with its own way to save memory, and return what was measured.
 
     Also count how often the step entered each kind of saved-tensor hooks.
     """
@@ -211,7 +211,7 @@ def _nothing_at_work(model: nn.Module) -> InvalidModel:
 
 
 def _broken(step: TrainingStep, error: Exception, faults: Sequence[Fault]) -> InvalidModel:
-    """Make the error for a step that runs with everything kept, but fails with its own way to save memory.
+    """Return the error for a step that runs with everything kept, but fails with its own way to save memory.
 
     The message names the first wrong tensor.
     """
@@ -293,9 +293,10 @@ def _describe(used: Counter[str], budget: CompilerBudget) -> str:
 
 
 def _time(step: TrainingStep, budget: CompilerBudget, rounds: int) -> tuple[Timing, Timing]:
-    """Time the unmanaged and the unchanged step in interleaved pairs.
+    """Return the times of two steps: with everything kept, and with the model's own way to save memory.
 
-    If compiled code would recompile at every switch, time them one after the other instead.
+    They are timed in interleaved pairs. If compiled code would recompile at every switch, they are timed one after the other
+    instead.
     """
     if not budget.is_compiled:
         return time_both(step, budget.plain, rounds)

@@ -47,7 +47,7 @@ class _Entry:
     constants: tuple[str, ...]
     inputs: tuple[int | None, ...]
     outputs: tuple[int | None, ...]
-    """Like ``inputs``: the checksum of each tensor, or ``None`` for memory that no op has written."""
+    """The checksum of each output tensor of the op; ``None`` for memory that no op has written."""
     shapes: tuple[tuple[Any, ...], ...]
     setting: dict[str, object]
     """Settings outside the arguments that affect the op. The keys are the names that a fault shows."""
@@ -82,7 +82,7 @@ class RepeatedOps(TorchDispatchMode):
         self._proofs = 0
 
     def wrap(self, pack: Hook, unpack: Hook) -> tuple[Hook, Hook]:
-        """Return the same pair of hooks, except that ops that run while a tensor is unpacked count as recomputation."""
+        """Return the hooks of saved tensors, changed such that ops which run during unpacking count as recomputation."""
 
         def watched_unpack(packed: Any) -> Any:
             self._unpacking += 1
@@ -125,7 +125,7 @@ class RepeatedOps(TorchDispatchMode):
         return tuple(None if self.is_unset(tensor) else content_fingerprint(tensor) for tensor in tensors)
 
     def _note_unset(self, func: Any, args: Any, kwargs: Any, out: Any, states: Sequence[torch.Tensor]) -> None:
-        """Update the record of storages that no op has written yet, after an op has run."""
+        """Update, after an op has run, the record of storages whose memory no op has written yet."""
         unset: Iterable[torch.Tensor] = ()
         if _name_of(func) in _UNSET:
             unset = (out,)
@@ -141,10 +141,10 @@ class RepeatedOps(TorchDispatchMode):
     def _left_unset(
         self, func: Any, args: Any, kwargs: Any, out: Any, states: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
-        """Return the outputs that the op has not written. To find them, the op runs again after free memory was filled with
-        another byte.
+        """Return those outputs of an op that the op has not written.
 
-        The second run reads copies of the inputs, because an op may write to its inputs without declaring it.
+        To find them, the op runs again after free memory was filled with another byte. The second run reads copies of the
+        inputs, because an op may write to its inputs without declaring it.
         """
         made = dict(enumerate(flat_tensors(out)))
         is_asked = len(made) > 1 and all(map(is_plain, made.values()))
@@ -215,7 +215,7 @@ class RepeatedOps(TorchDispatchMode):
         return None
 
     def _start(self, episode: Sequence[_Entry]) -> int:
-        """Return the position among the forward ops where the recomputation begins.
+        """Return the position among the forward ops where one recomputation (``episode``) begins.
 
         It is the candidate whose following ops match most often with equal inputs. Among equal candidates, it is the candidate
         with the most ops that match at all.
@@ -234,9 +234,9 @@ class RepeatedOps(TorchDispatchMode):
         return max(starts, key=agreement, default=0)
 
     def _next(self, position: int, entry: _Entry) -> int | None:
-        """Return the position of the next forward op that ``entry`` can repeat, or ``None``.
+        """Return the position of the next forward op that a recomputed op (``entry``) can repeat, or ``None``.
 
-        Forward ops before it were not needed again.
+        The search begins at ``position``. Forward ops that it skips were not needed again.
         """
         for index in range(position, len(self._forward)):
             if self._forward[index].place == entry.place:
@@ -250,7 +250,7 @@ def _name_of(func: Any) -> str:
 
 
 def _differ(first: int | None, again: int | None) -> bool:
-    """Whether two checksums differ. ``None`` (memory that no op has written) equals every checksum."""
+    """Whether two checksums of tensors differ. ``None`` (memory that no op has written) equals every checksum."""
     return first != again and first is not None and again is not None
 
 
@@ -259,14 +259,17 @@ def _returns_views(func: Any) -> bool:
 
 
 def _copied(value: Any) -> Any:
-    """Return a tensor of the same geometry on a copy of its storage. Return other values unchanged."""
+    """Return a copy of a tensor, with the same geometry on a copy of its storage. Return other values unchanged."""
     if not isinstance(value, torch.Tensor) or not is_plain(value):
         return value
     return Geometry.of(value).view_on(whole_storage(value, value.untyped_storage().clone()))
 
 
 def _why(first: _Entry, again: _Entry, skipped: _Entry | None) -> tuple[Cause, str]:
-    """Return the cause of a difference and its details. ``skipped`` is an earlier forward op that was not run again."""
+    """Return why a recomputed op gave another result than in forward: a cause, and details as text.
+
+    ``skipped`` is an earlier forward op that was not run again.
+    """
     if first.setting != again.setting:
         return Cause.CHANGED_CONTEXT, _describe_change(first.setting, again.setting)
     dtypes = [dtype for _, dtype in first.shapes], [dtype for _, dtype in again.shapes]

@@ -46,7 +46,9 @@ class Reviser:
     verify: Callable[[Plan], Receipt]
 
     def confirm(self, plan: Plan, receipt: Receipt) -> Receipt:
-        """Add to the receipt the comparison of predictions and measurements, and a revised plan if the predictions are wrong.
+        """Return the receipt with a comparison of predictions and measurements added.
+
+        If the predictions are wrong, a revised plan is added too.
 
         Args:
             plan: the plan from elsewhere.
@@ -82,7 +84,10 @@ class Reviser:
         return msgspec.structs.replace(receipt, confirmation=found, revised_plan=revised)
 
     def _solve(self, plan: Plan, traced: Trace, costs: Costs) -> Plan:
-        """Solve the plan again with measured costs, and run it until its measured peak is within the budget."""
+        """Return a new plan for the same budget, solved with measured costs.
+
+        It is run, and solved again, until its measured peak is within the budget.
+        """
         options = PlanOptions.read(strategies=plan.strategy, allow=plan.allow)
         planner = StepPlanner(traced, costs, options, plan.budget_bytes, self.agreement)
         planner.try_forms(lambda: self.step)
@@ -90,7 +95,7 @@ class Reviser:
         return planner.plan(plan.strategy, lambda: self.step, part_of(self.report, 0.5, 0.7))
 
     def _obstacle(self, plan: Plan) -> str:
-        """Say why the plan cannot be solved again under the same conditions; return ``""`` if it can."""
+        """Return a text that says why the plan cannot be solved again under the same conditions; empty if it can."""
         state_bytes = plan.classes.get(Category.OPTIMIZER_STATE, 0)
         if state_bytes and self.task.optimizer is None:
             return (

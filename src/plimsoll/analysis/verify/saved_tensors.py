@@ -39,7 +39,7 @@ REENTRANT = "torch.utils.checkpoint (re-entrant)"
 
 @contextlib.contextmanager
 def switched_off() -> Iterator[None]:
-    """Disable saved-tensor hooks and checkpointing inside the block, so that autograd keeps every tensor that it saves."""
+    """A context without saved-tensor hooks and checkpointing: autograd keeps every tensor that it saves."""
 
     class Plain:
         @staticmethod
@@ -52,7 +52,7 @@ def switched_off() -> Iterator[None]:
 
 @contextlib.contextmanager
 def watched(wrap: Wrap) -> Iterator[Counter[str]]:
-    """Pass each pair of hooks that is entered inside the block through ``wrap``.
+    """A context that passes each pair of saved-tensor hooks through ``wrap`` when code enters the hooks.
 
     The yielded counter maps each kind of hooks to how often it was entered.
     """
@@ -100,7 +100,7 @@ def _patched(enter: Callable[..., None], leave: Callable[..., None], function: t
 
 @dataclass(frozen=True, slots=True)
 class _Note:
-    """What is remembered of one tensor when it was saved: module, index, shape, dtype, checksum and storage."""
+    """Data: what is remembered of one saved tensor: module, index, shape, dtype, checksum and storage."""
 
     module: str
     index: int
@@ -111,7 +111,7 @@ class _Note:
 
     @property
     def value(self) -> str:
-        """The name that a fault gives the tensor."""
+        """The name of the tensor in a fault (a found difference)."""
         return f"saved tensor {self.index} of {self.shape}"
 
 
@@ -137,11 +137,14 @@ class SavedTensorWatch:
         self._counts: dict[str, int] = {}
 
     def watch_modules(self) -> Any:
-        """Return a context that tracks which module is running."""
+        """Return a context that records which module of the model is running, to name it in faults."""
         return self.stack.watch(self._root)
 
     def wrap(self, pack: Hook, unpack: Hook) -> tuple[Hook, Hook]:
-        """Return a pair of hooks that call the given hooks and compare each unpacked tensor with the packed one."""
+        """Return a pair of saved-tensor hooks that does the same as the given pair and checks it.
+
+        Each unpacked tensor is compared with the packed one.
+        """
 
         def watching_pack(tensor: torch.Tensor) -> tuple[Any, _Note | None]:
             note = self._note(tensor)

@@ -49,11 +49,11 @@ from plimsoll.tracing.recorder.untouched import untouched
 from plimsoll.units import check_count, format_bytes, format_seconds
 
 _STATE_NOISE = 0.01
-"""Optimizer state counts as planned if its bytes differ from the plan's by less than this share."""
+"""A share of the plan's bytes. If the bytes of the optimizer state differ from the plan's by less than this share, they count
+as planned."""
 _SEVERITY = {verdict: index for index, verdict in enumerate(ReceiptVerdict)}
-"""A mapping from each verdict to its rank, 0 for the worst: ``ReceiptVerdict`` lists verdicts in the order that a receipt
-tests.
-"""
+"""A mapping from each verdict to a number, 0 for the worst. A receipt tests verdicts in this order, the order of
+``ReceiptVerdict``."""
 
 
 def verify(
@@ -175,7 +175,7 @@ def _on_this_rank(
     depth: Depth,
     report: Progress,
 ) -> Receipt:
-    """Make this rank's receipt. If the plan was made without the device, add the confirmation on the device.
+    """Verify a plan on this rank, and return the receipt. It has a confirmation if the plan was made without the device.
 
     If a compiled plan's gradient differs, two causes that do not blame the plan are tested one after the other: kernels that
     round at other places, then a wrong gradient of torch's own compiled step.
@@ -313,7 +313,7 @@ def _hold_plan(
 
 
 def _recording_and_steady(step: TrainingStep, evidence: Evidence, report: Progress) -> tuple[int, int, Apart]:
-    """Measure the plan's first step (the engine records during it) and a later step, which is like all following steps.
+    """Run the plan's first step (the engine records during it) and a later step, and measure both.
 
     Return the peak of each in bytes, and for each tensor the larger of its two differences from the unmanaged step.
     """
@@ -326,7 +326,7 @@ def _recording_and_steady(step: TrainingStep, evidence: Evidence, report: Progre
 
 
 def _with_casts_kept(step: TrainingStep, model: nn.Module, plan: Plan, receipt: Receipt) -> Receipt:
-    """Return the receipt with a higher rounding tolerance, if the gradient differs only because kernels round at other places.
+    """Return the receipt with more tolerance for rounding, if the gradient differs only because kernels round elsewhere.
 
     Otherwise return the receipt unchanged.
     """
@@ -339,7 +339,7 @@ def _with_casts_kept(step: TrainingStep, model: nn.Module, plan: Plan, receipt: 
 
 
 def _claims(plan: Plan) -> dict[str, Any]:
-    """Return the plan's fields that its receipt repeats, as keyword arguments for ``make_receipt``."""
+    """Return those fields of a plan that its receipt repeats, as keyword arguments for ``make_receipt``."""
     return {
         "model": plan.model,
         "fingerprint": plan.fingerprint,

@@ -69,11 +69,14 @@ class Device:
     aliases: tuple[str, ...] = ()
     is_corrected: bool = False
     achieved_in: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    """Maps a year to the shares of the peak that products and fused attention reached with the kernels of that year, if
-    known."""
+    """Maps a year to two shares of the peak that the kernels of that year reached: of matrix products, and of fused attention.
+    The mapping is empty if they are not known."""
 
     def flops_per_second(self, dtype: str) -> float:
-        """Return the dense peak for ``dtype``. A dtype without a peak of its own (integers, booleans) gets the peak of f32."""
+        """Return the device's peak of dense arithmetic for a dtype, in FLOPs per second.
+
+        A dtype without a peak of its own (integers, booleans) gets the peak of f32.
+        """
         family = "f8" if dtype.startswith("float8") else dtype
         return self.peak_flops_per_second.get(family, self.peak_flops_per_second["f32"])
 
@@ -128,7 +131,7 @@ def read_correction(path: Path) -> Device:
 
 @functools.cache
 def known_devices() -> tuple[Device, ...]:
-    """Return all devices of the catalogue."""
+    """Return the devices of the catalogue, each with its figures."""
     text = resources.files(__package__).joinpath("devices.toml").read_text(encoding="utf-8")
     return tuple(_device(name, table) for name, table in tomllib.loads(text).items())
 
@@ -171,7 +174,10 @@ def find_device(name: str) -> Device:
 
 
 def _changed(device: Device, change: str) -> Device:
-    """Return the device with one change: another power limit, another network, or the kernels of another year."""
+    """Return a copy of the device with one change, given as text after the ``@`` of a device's name.
+
+    The change is another power limit (``500W``), another network (``50Gb/s``), or the kernels of another year (``2023``).
+    """
     if change.strip() in device.achieved_in:
         arithmetic, attention = device.achieved_in[change.strip()]
         clock = device.achieved_arithmetic / find_device(device.name.partition("@")[0]).achieved_arithmetic

@@ -14,7 +14,8 @@ from plimsoll.planning.costing.devices import Device
 from plimsoll.units import MIB
 
 HOST, HOST_COPY, HOST_STEP = "host", "host_copy", "host_step"
-"""The name of the group of ops that use the host, and the names of the two ops in it: a copy and an optimizer's step."""
+"""Names in traces of work on the host. ``host`` is the group of such ops. Its ops are ``host_copy``, a copy between device and
+host, and ``host_step``, an optimizer's step on the host."""
 HOST_LINK_SHARE = 0.8
 _HOST_STEP_BYTES_PER_SECOND = 56e9
 _LEAST_SENT_BYTES = MIB
@@ -60,7 +61,7 @@ def host_seconds(spec: OpSpec, device: Device, layout: Layout | None) -> float:
 def host_forms(trace: Trace, device: Device) -> Forms:
     """Return the forms that Plimsoll itself may use to hold saved values of the blocks (regions) on the host.
 
-    The last block keeps its values, because no later block hides its transfers.
+    A form is a way to store a value. The last block keeps its values, because no later block hides its transfers.
 
     Example:
         >>> host_forms(trace, find_device("H100")).link.name  # doctest: +SKIP
@@ -73,9 +74,9 @@ def host_forms(trace: Trace, device: Device) -> Forms:
 
 
 def host_forms_of_switches(trace: Trace, device: Device) -> Forms:
-    """Return the forms that a framework's own offloading switches may use to hold saved values on the host.
+    """Return the forms that a framework's own switches may use to hold saved values of the blocks on the host.
 
-    They are for all blocks, the last block included, and for values of any size.
+    A form is a way to store a value. All blocks have such forms, the last block included, for values of any size.
 
     Raises:
         InvalidLayout: the catalogue does not list a host link for this device.

@@ -51,13 +51,13 @@ class Collective(enum.StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankGroup:
-    """Data: a group of ``ranks`` ranks; the numbers of neighbours in the group differ by ``stride``."""
+    """Data: a group of ranks that communicate. It has ``ranks`` members; the numbers of neighbours differ by ``stride``."""
 
     ranks: int
     stride: int = 1
 
     def ranks_in_node(self, device: Device) -> int:
-        """Return the largest number of ranks of the group that are on the same node."""
+        """Return how many ranks of the group are on one node, at most: the node with the most of them counts."""
         return max(1, min(self.ranks, device.ranks_per_node // self.stride))
 
 
@@ -147,7 +147,7 @@ def _row_seconds(whole_bytes: float, copies: float, group: RankGroup, device: De
 
 
 def _transfer_seconds(kind: Collective, whole_bytes: float, group: RankGroup, device: Device) -> float:
-    """Return the seconds of moving the bytes of a collective, without the latency of hops."""
+    """Return the seconds that the bytes of a collective take over links and network, without the latency of hops."""
     ranks, within = group.ranks, group.ranks_in_node(device)
     link = device.link_bytes_per_second * device.achieved_link
     network = device.network_bytes_per_second * device.achieved_link
@@ -163,7 +163,10 @@ def _transfer_seconds(kind: Collective, whole_bytes: float, group: RankGroup, de
 
 
 def _hop_seconds(kind: Collective, within: int, nodes: int) -> float:
-    """Return the latency of all hops of a collective, in seconds: a chain within a node, a tree between nodes."""
+    """Return the seconds that all hops of a collective add as latency.
+
+    Hops form a chain within a node, a tree between nodes.
+    """
     if kind is Collective.SEND:
         return _LINK_HOP_SECONDS if within > 1 else _NETWORK_HOP_SECONDS
     one_way = (within - 1) * _LINK_HOP_SECONDS + math.ceil(math.log2(nodes)) * _NETWORK_HOP_SECONDS

@@ -24,7 +24,7 @@ from plimsoll.planning.costing.links import Collective, collective_seconds, grou
 
 _PRODUCTS = frozenset(["mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "linear"])
 FUSED = "fused_with_the_op_before"
-"""The name of an op that runs in the kernel of the op before it, so that it does not cost a launch."""
+"""The name that traces give to an op that runs in the kernel of the op before it. Such an op does not cost a launch."""
 _HOST_SLOT_SECONDS = 4e-6
 """The host's time for one saved tensor: its hooks in Python, on a 2024 server core with warm caches. It does not show while the
 device lags behind the host."""
@@ -40,7 +40,9 @@ _ATTENTION_BACKWARD = 0.8
 
 
 def peak_flops_per_second(spec: OpSpec, device: Device) -> float:
-    """Return the device's dense peak for the op's dtype. F32 convolutions use the tf32 peak if the device has one.
+    """Return the peak of dense arithmetic for an op's dtype on a device, in FLOPs per second.
+
+    F32 convolutions use the tf32 peak if the device has one.
 
     Example:
         >>> convolution = OpSpec(name="convolution", flops=1, moved_bytes=1, dtype="f32")
@@ -62,7 +64,11 @@ def is_product(name: str) -> bool:
 
 
 def roofline_seconds(spec: OpSpec, device: Device) -> float:
-    """Return the predicted seconds of one op on ``device``."""
+    """Return the predicted seconds of one op on a device.
+
+    They are the time of the arithmetic or of the memory traffic, whichever is longer, plus the launch. Attention and products
+    do not reach the full peak.
+    """
     run_flops = spec.flops / 2 if spec.is_causal else spec.flops
     arithmetic = run_flops and run_flops / (peak_flops_per_second(spec, device) * achieved_share(spec, device))
     movement = spec.moved_bytes / (device.bandwidth_bytes_per_second * device.achieved_bandwidth)
@@ -98,7 +104,11 @@ def achieved_share(spec: OpSpec, device: Device) -> float:
 
 
 def _filled(tiles: int, multiprocessors: int) -> float:
-    """Return the share of the multiprocessors' time that computes tiles, if each computes one tile at a time."""
+    """Return the share of all multiprocessors' time that is spent on computing tiles, from 0 to 1.
+
+    The rest is lost in the last round, when there are fewer tiles than multiprocessors. Each multiprocessor computes one tile
+    at a time.
+    """
     waves = tiles / multiprocessors
     return waves / max(math.ceil(waves), 1)
 
@@ -131,7 +141,7 @@ def roofline_costs(trace: Trace, device: Device, layout: Layout | None = None) -
 
 
 def _seconds(spec: OpSpec, device: Device, layout: Layout | None) -> float:
-    """Return the seconds of an op, a collective, or an op that uses the host, if nothing else runs at the same time."""
+    """Return the predicted seconds of one op, collective, or op that uses the host, as if nothing else ran at the same time."""
     if not spec.group:
         return roofline_seconds(spec, device)
     if spec.group == HOST:
@@ -149,10 +159,10 @@ def _seconds(spec: OpSpec, device: Device, layout: Layout | None) -> float:
 
 
 def _exposed(spec: OpSpec, key: str, alone: dict[str, float], layout: Layout | None) -> float:
-    """Return the seconds of an op that are not hidden behind the matrix products that run at the same time.
+    """Return the seconds of an op that the step waits for: those that are not hidden behind matrix products.
 
-    A collective comes before or after each of these products, so half of their time hides it. The collective's first piece is
-    never hidden.
+    A collective comes before or after each of the products that run at the same time, so half of their time hides it. The
+    collective's first piece is never hidden.
     """
     if not spec.beside or layout is None:
         return alone[key]
@@ -166,6 +176,6 @@ def _kind(spec: OpSpec) -> Collective:
 
 
 def optimizer_seconds(trace: Trace, costs: Costs) -> float:
-    """Return the seconds of the optimizer's step; 0 if the trace does not have such a step."""
+    """Return the seconds of all ops of the optimizer's step in a trace; 0 if the trace does not have such a step."""
     ops = (op for op in trace.ops if op.phase is Phase.OPTIMIZER and op.cost_key in costs.ops)
     return sum(costs.ops[op.cost_key].seconds for op in ops)
