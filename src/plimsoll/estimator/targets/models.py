@@ -323,7 +323,9 @@ def make_batch(model: nn.Module, size: BatchSize) -> dict[str, Any]:
 
 
 class _Maker:
-    """Makes the tensors of one random batch, with a fixed seed. It has one method per kind of batch."""
+    """Makes one random batch for a model, with a fixed seed. It has one method for each kind of batch (text, images, latents
+    and others).
+    """
 
     def __init__(self, model: nn.Module, size: BatchSize) -> None:
         self._model = model
@@ -430,7 +432,9 @@ class _Maker:
         return drawn.to(self._size.device)
 
     def _sequence(self, longest: int | None) -> int:
-        """Return the tokens per sample: the requested number, or the default limited to the model's longest sequence."""
+        """Return the tokens per sample: the number that the user requested, or else the default, but at most ``longest``, the
+        model's longest sequence.
+        """
         sequence = self._size.sequence or longest or 1
         if not self._size.is_asked:
             return min(sequence, longest or sequence)
