@@ -158,8 +158,8 @@ def has_caching_allocator(device: Device) -> bool:
 
 
 def tensor_room(device: Device, layout: Layout) -> int:
-    """Return the bytes that a device leaves for tensors. The framework's memory is subtracted, and so are the bytes of
-    published runs that the items do not explain.
+    """Return the bytes that a device leaves for tensors: its memory minus the framework's memory, minus the bytes of published
+    runs that the items do not explain.
     """
     share, most_bytes = _UNACCOUNTED[layout.pp > 1][:2] if has_caching_allocator(device) else (0.0, 0)
     room = max(int(device.memory_bytes / (1 + share)), device.memory_bytes - most_bytes)
@@ -353,7 +353,7 @@ _DEEPEP = (
 
 
 def _deepep_buffers(ranks: int, token_bytes: int) -> BudgetItem:
-    """Return the item for the buffers in which DeepEP receives tokens, over links within a node and over the network.
+    """Return the item for the buffers that receive DeepEP's tokens, over links within a node and over the network.
 
     They have room for a number of tokens per channel and sender.
     """

@@ -168,7 +168,7 @@ class LayoutSearch:
     def run(self, batch: int | None, tell: Progress = silent) -> tuple[EstimateJob, tuple[LayoutChoice, ...]]:
         """Return the job of the fastest layout that fits, and a list of the fastest layouts.
 
-        If no layout fits, the job and the list are those of the layouts with the lowest peak.
+        If no layout fits, return the job and the list for the layouts with the lowest peak.
 
         Raises:
             InvalidLayout: the model's sizes do not allow any layout of the space.

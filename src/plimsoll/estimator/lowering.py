@@ -3,9 +3,9 @@
 A framework offers few settings: it checkpoints no layer, all layers, some layers, or some modules of all layers, and may
 offload some of these. Each setting corresponds to one of our strategies and a set of values that it offloads
 (``planning/sending``), and is simulated like any other strategy. The fastest setting within the budget is chosen, or the
-setting with the lowest peak if none fits. Settings form rows: lists in which the peak falls and the time grows from one setting
-to the next. So bisection finds the first setting of a row that fits. A row of settings that offload more and more is skipped if
-it is already too slow without offloading.
+setting with the lowest peak if none fits. Settings form rows: lists where the peak falls and the time grows from one setting to
+the next. So bisection finds the first setting of a row that fits. A row of settings that offload more and more is skipped if it
+is already too slow without offloading.
 
 Known weakness: a framework reruns everything that it checkpoints; our simulation reruns only what backward needs.
 """
@@ -123,8 +123,8 @@ def lower(
 ) -> tuple[SwitchValues, tuple[SwitchSetting, ...]]:
     """Choose the fastest setting of a framework's switches within the budget, or the setting with the lowest peak if none fits.
 
-    Return the chosen setting and a tuple of figures: first those of the chosen setting, then those of the settings with the
-    closest peaks.
+    Return the chosen setting and a tuple of figures: first the figures of the chosen setting, then the figures of the settings
+    with the closest peaks.
 
     Args:
         framework: one of ``FRAMEWORKS``.

@@ -41,7 +41,8 @@ class Tensor:
         return _BYTES["row means"](self) + _BYTES["column means"](self)
 
     def means_bytes(self, *shape: int) -> int:
-        """Return the bytes of a tensor that has one mean for each index of the dimensions ``shape``. They are 0 for a vector.
+        """Return the bytes of a tensor of means, with one mean for each index of the dimensions ``shape``. They are 0 for a
+        vector.
         """
         return prod(shape) * self.item_bytes if len(self.shape) > 1 else 0
 

@@ -25,7 +25,7 @@ class SwitchValues:
     """One setting of a framework's switches, as data, and what it corresponds to in Plimsoll.
 
     ``values`` are the switches themselves. ``strategy`` says what is kept and recomputed. ``sending`` says which kept values
-    are offloaded. ``on_host`` has the words of the technique ``offload=`` (what lies on the host).
+    are offloaded. ``on_host`` has the words of the technique ``offload=`` (what is held on the host).
     """
 
     strategy: str

@@ -477,8 +477,8 @@ def _held_storages(trace: Trace) -> set[int]:
 
 
 def _kernels(trace: Trace) -> Iterator[tuple[int, int]]:
-    """Find runs of neighbouring ops that become one kernel. Yield for each run two ticks (positions of ops): that of the first
-    op, and the tick after the last op.
+    """Find runs of neighbouring ops that become one kernel. Yield for each run two ticks (positions of ops): the tick of the
+    first op, and the tick after the last op.
 
     The ops of a kernel are in one block and phase. A kernel of a single op is not yielded.
     """

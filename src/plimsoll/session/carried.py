@@ -24,7 +24,9 @@ class Carried:
         self._before: dict[int, StorageWeakRef] = {}
 
     def note_before(self, device: torch.device) -> None:
-        """Remember all storages that exist now. They are not the loop's, or the user subtracts them from the budget."""
+        """Remember all storages that exist now. They do not count later: either they are not the loop's, or the user subtracts
+        them from the budget.
+        """
         live = live_tensors(device.type)
         self._before = {storage_of(tensor): StorageWeakRef(tensor.untyped_storage()) for tensor in live}
 

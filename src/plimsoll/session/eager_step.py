@@ -13,7 +13,7 @@ from plimsoll.tracing.zero import WholeRegions, is_gathered_by_zero
 
 
 class EagerStep:
-    """An eager model whose training steps are managed."""
+    """An eager model under ``attach``. It has the same methods as ``CompiledStep``, but does not use a wrapper."""
 
     def __init__(self, model: nn.Module, options: PlanOptions) -> None:
         self.watched = model

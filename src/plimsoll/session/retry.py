@@ -42,16 +42,16 @@ P = ParamSpec("P")
 T = TypeVar("T")
 _LOG = logging.getLogger(__name__)
 _PATIENCE_SECONDS = 600.0
-"""How much longer than usual ranks wait for a rank that must first leave its step."""
+"""Seconds that ranks wait, in addition to the usual time, for a rank that must first leave its step."""
 
 
 class TighterPlans(Protocol):
-    """An applied plan that can be replaced by one with a lower peak."""
+    """The interface that ``Retry`` uses: an applied plan that can be replaced by a plan with a lower peak."""
 
     agreement: Agreement
-    """The ranks that replace it together."""
+    """The ranks that replace the plan together."""
     repeats_collectives: bool
-    """Whether recipes may repeat collectives."""
+    """Whether recipes (the ops that rebuild values) may repeat collectives."""
 
     @property
     def plan(self) -> Plan | None:
@@ -115,7 +115,8 @@ class Retry:
             self.is_running = False
 
     def _go_back(self, snapshot: StepSnapshot, failure: Exception, *, is_last: bool) -> bool:
-        """Restore the state from before the step and switch to a tighter plan. Return True if a tighter plan was found.
+        """Called after a step ran out of memory. Restore the state from before the step and switch to a tighter plan. Return
+        True if a tighter plan was found.
 
         If not, the step runs once more anyway. It may fit now: regions recorded in the failed run and do not record again, and
         the allocator's cache was emptied.
@@ -146,7 +147,9 @@ class Retry:
 
 
 def refuse_unrepeatable(model: nn.Module, plans: TighterPlans) -> None:
-    """Refuse to repeat steps that DeepSpeed or other ranks take part in, if their state cannot be reset."""
+    """Raise an error if steps of this model cannot be repeated, because DeepSpeed or other ranks take part in them and their
+    state cannot be reset.
+    """
     inner = inner_module(model)
     if steps_with_buckets(inner):
         raise InvalidModel(
@@ -179,7 +182,7 @@ def refuse_unrepeatable(model: nn.Module, plans: TighterPlans) -> None:
 
 
 def _line(before: Plan | None, after: Plan | None) -> str:
-    """Return the log line for a step that is repeated."""
+    """Return the line for the log that says that a step is repeated, with the plan before and the plan after."""
     if before is None:
         return "plimsoll: out of memory before the first plan was made; everything was put back, the step is run again"
     then = "no plan has a lower peak; the step is run once more"
@@ -192,8 +195,8 @@ def _line(before: Plan | None, after: Plan | None) -> str:
 
 
 def _let_go(error: BaseException) -> None:
-    """Clear the local variables of all frames that an error passed through. They hold the failed step's tensors, and a retry
-    would need more memory than the failed step.
+    """Clear the local variables of all frames that an error passed through. These variables hold the tensors of the failed
+    step, which would need memory during the next run.
     """
     for each in _chain(error, set()):
         traceback.clear_frames(each.__traceback__)
@@ -208,7 +211,9 @@ def _chain(error: BaseException | None, seen: set[int]) -> Iterator[BaseExceptio
 
 
 def floor_of(planner: StepPlanner, excess_bytes: int, *, is_optimizer: bool) -> BudgetBelowFloor:
-    """Return the error for a step that runs out of memory under the plan with the lowest peak."""
+    """Return the error for a step that runs out of memory under the plan with the lowest peak. ``excess_bytes`` are added to
+    the predicted peak.
+    """
     lowest = planner.lowest()
     floor_bytes = lowest.predicted_peak_bytes + max(0, excess_bytes)
     told = planner.refusal(lowest, floor_bytes, is_optimizer=is_optimizer)
@@ -235,7 +240,9 @@ def can_retry(model: nn.Module, plan: Plan) -> bool:
 
 
 class AppliedPlan:
-    """The user's applied plan, and the tighter plans that replace it. New plans are made for the step that failed."""
+    """The plan that the user applied, and the tighter plans that replace it if a step runs out of memory. New plans are made
+    for the step that failed.
+    """
 
     def __init__(self, handle: Handle, model: nn.Module, plan: Plan, agreement: Agreement) -> None:
         self.plan: Plan | None = plan

@@ -116,12 +116,12 @@ class Replicas:
         self.restore(0)
 
     def restore(self, step: int) -> None:
-        """Set the number of the current training step. Counting continues from this number."""
+        """Set the number of the current training step when a saved state is loaded. Counting continues from this number."""
         assert self._hook is not None, "attached"
         self._hook.step = step
 
     def detach(self) -> None:
-        """Leave the buckets to DDP's all-reduce.
+        """End the compression: from now on DDP's own all-reduce averages the buckets.
 
         DDP holds the hook for ever, so the hook drops its parameters and residuals.
         """
@@ -130,7 +130,7 @@ class Replicas:
 
 
 def twice() -> InvalidOption:
-    """Return the error for a model whose gradients are already compressed."""
+    """Return the error to raise if the gradients of a model are to be compressed a second time."""
     return InvalidOption(
         "The gradients of this model are compressed already.",
         why="what one compression left unsent would be lost to the other",

@@ -218,7 +218,7 @@ def unmap(block: Block) -> int:
 
 
 def _candidate(pool: Pool, size: int) -> Block:
-    """Find the lowest address of the pool's segment from which ``size`` bytes are free or unmapped.
+    """Find the lowest address of the pool's segment with ``size`` bytes after it that are free or unmapped.
 
     Return the unmapped block at that address. If a free block lies right before it, return the free block instead.
     """

@@ -112,7 +112,8 @@ class Search:
     found: dict[Shape, FitPoint] = field(default_factory=dict)
 
     def run(self) -> None:
-        """Evaluate micro-batches for each sequence length. Each length may use an equal share of the plans that may be solved.
+        """Evaluate micro-batches for each sequence length. Each length may use an equal share of the plans that the search may
+        solve.
         """
         sequences: Sequence[int] = self.space.sequences
         for place, sequence in enumerate(sequences):

@@ -183,9 +183,9 @@ class _Division:
         )
 
     def _scopes(self, *, sequence_parallel: bool) -> Iterator[str]:
-        """Yield the paths of the modules in which ranks work on different data. Under sequence parallelism they are whole
-        blocks. Otherwise they are the modules of attention and of experts. The norms after the blocks come first if they work
-        on the divided sequence.
+        """Yield the paths of the modules where ranks work on different data. Under sequence parallelism they are whole blocks.
+        Otherwise they are the modules of attention and of experts. The norms after the blocks come first if they work on the
+        divided sequence.
         """
         yield from self._norms
         for block in self._blocks:

@@ -170,8 +170,8 @@ class Gradients:
 
 
 def gradients_of(trace: Trace, units: Sequence[ShardedUnit]) -> tuple[Gradients, ...]:
-    """Return for each unit (parameters that are gathered together) its gradients, in the order in which backward completes
-    them.
+    """Return for each unit (parameters that are gathered together) its gradients. They are in the order of their completion in
+    backward.
 
     A block's gradients are complete when its backward ends, the root's when the whole backward ends. Gradients of a block's
     experts are distinguished from the others by their sizes.

@@ -162,7 +162,7 @@ def _from_catalogue(known: CatalogueModel) -> Recipe:
 
 
 def _plain(value: Any) -> Any:
-    """Return a copy of a configuration's value in which mappings are dicts and sequences are lists, as in JSON."""
+    """Copy a configuration's value for JSON: mappings become dicts, and sequences become lists."""
     if isinstance(value, Mapping):
         return {key: _plain(item) for key, item in value.items()}
     return [_plain(item) for item in value] if isinstance(value, tuple) else value

@@ -40,7 +40,7 @@ def exchange(
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """One exchange from one rank's view: its keys in the store."""
+    """One exchange from one rank's view: it writes and reads the exchange's keys in the shared store."""
 
     world: World
     topic: str
@@ -71,7 +71,9 @@ class Meeting:
         return tuple(messages)
 
     def is_complete_within(self, seconds: float) -> bool:
-        """True if all ranks have arrived or arrive within ``seconds``. Asking does not decide the exchange."""
+        """Return True if all ranks have left their messages, or do so within ``seconds``. This does not decide the exchange:
+        later ranks may still arrive.
+        """
         try:
             self.world.store.wait([self._key("verdict")], datetime.timedelta(seconds=seconds))
         except dist.DistStoreError:

@@ -21,13 +21,13 @@ from plimsoll.session.rendezvous.conversation import Conversation, release, rene
 
 _COMPLETE, _MEMORY, _FAILED = "complete", "memory", "failed"
 _PATIENCE_SECONDS = 600.0
-"""How much longer than usual a rank that finished its step waits for the others."""
+"""Seconds that a rank that finished its step waits for the others, in addition to the usual time."""
 _GRACE_SECONDS = 3.0
-"""How long to wait for another rank to report its failure before an error counts as this rank's own."""
+"""Seconds to wait for another rank to report its failure before an error counts as this rank's own."""
 
 
 class JointStep:
-    """Ends training steps on all ranks of a conversation together. ``None``: a single process."""
+    """Ends training steps on all ranks of a conversation together. A conversation of ``None`` means a single process."""
 
     def __init__(self, conversation: Conversation | None) -> None:
         self._conversation = conversation

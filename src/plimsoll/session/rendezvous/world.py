@@ -48,7 +48,7 @@ class World:
 
     @property
     def is_first(self) -> bool:
-        """True on the rank that acts for all."""
+        """True on the one rank that acts for all ranks."""
         return self.rank == self.ranks[0]
 
 
