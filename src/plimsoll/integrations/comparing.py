@@ -32,7 +32,7 @@ class Way:
 
 @dataclass(frozen=True, kw_only=True)
 class TimedOn:
-    """Data: the device and the clock of a comparison."""
+    """Data: where a comparison was timed. It names the device and the clock."""
 
     clock: Callable[[], float]
     device: str

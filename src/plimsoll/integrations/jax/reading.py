@@ -54,7 +54,9 @@ class Reading:
 
     @cached_property
     def residual_bytes(self) -> int:
-        """The bytes that jax itself, without a plan, holds for the derivative. Arguments of the part do not count."""
+        """The bytes of the values that jax itself, without a plan, holds for the derivative of the part. Arguments of the part
+        do not count.
+        """
         read = {value for node in self.backward for value in node.values if value not in self._own}
         own = {self.original.get(value, -1 - value): value for value in read}
         return sum(self.joint.bytes(value) for number, value in own.items() if number not in self.part.inputs)

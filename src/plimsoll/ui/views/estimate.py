@@ -226,7 +226,7 @@ def _peak(estimate: Estimate) -> list[Element]:
 
 
 def _shared_name(estimate: Estimate) -> str:
-    """Return the path of the module that contains all regions of all stages, or an empty text.
+    """Return the path of the module that contains all regions (managed modules) of all stages, or an empty text.
 
     So the path is printed only once.
     """
