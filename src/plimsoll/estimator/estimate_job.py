@@ -49,7 +49,9 @@ from plimsoll.planning.what_if import peak_with_chunked_loss
 from plimsoll.units import format_bytes, format_seconds
 
 ROOFLINE_ERROR = 0.3
-"""The relative error of seconds that a roofline model predicts, for jobs unlike the published runs that it was tuned on."""
+"""The relative error of seconds that a roofline model predicts for jobs that differ from the published runs that the model was
+tuned on.
+"""
 _TUNED_ERRORS = {("A100", False): 0.15, ("H100", False): 0.12, ("A100", True): 0.17}
 """The relative error of the speed, by device family and whether there are tensor or pipeline ranks.
 

@@ -92,7 +92,7 @@ class _Search:
 
     @property
     def fastest_seconds(self) -> float:
-        """The step time of the fastest setting so far that fits the budget; infinite if none fits."""
+        """The step time of the fastest setting so far that fits the budget. It is infinite if no setting fits."""
         found = (each.step_seconds for _, each in self.known.values() if each.peak_bytes <= self.budget_bytes)
         return min(found, default=float("inf"))
 

@@ -67,7 +67,8 @@ A result without an entry is as large as the parameter. A result of 0 bytes is n
 
 @dataclass(frozen=True, slots=True)
 class OptimizerStep:
-    """One form (loop, multi-tensor or fused) of an optimizer's step, as data.
+    """One form (loop, multi-tensor or fused) of an optimizer's step, as data: the tensors that it makes, in order, and its
+    work.
 
     Args:
         passes: how often the bytes of a parameter are read or written, in total.
@@ -166,7 +167,8 @@ def _same(step: OptimizerStep) -> dict[StepForm, OptimizerStep]:
 
 
 def _adam(*, decay: int) -> dict[StepForm, OptimizerStep]:
-    """Return the step of Adam in each form. ``decay`` is 1 for AdamW, which also runs ``param.mul_``, and 0 for Adam.
+    """Return a mapping from each form (loop, multi-tensor, fused) to Adam's step in that form. ``decay`` is 1 for AdamW, which
+    also runs ``param.mul_``, and 0 for Adam.
 
     Ops: lerp, mul, addcmul, then sqrt, div, add, addcdiv.
     """

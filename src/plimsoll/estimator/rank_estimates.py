@@ -202,7 +202,7 @@ class StageOfRank:
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """One pipeline rank, as data: its stages, and what was decided for each.
+    """One pipeline rank, as data: its stages, and for each stage the simulated step and plan that were decided.
 
     ``tightest`` is the position of the stage whose step has the rank's peak.
     """

@@ -328,7 +328,7 @@ def switch_off(model: nn.Module, undo: contextlib.ExitStack) -> int:
 
 
 def _run_once(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run a function once.
+    """Run a function once, without checkpointing.
 
     It replaces DeepSpeed's ``checkpoint``, and like that, it returns a single result without its tuple.
     """

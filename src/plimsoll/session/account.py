@@ -40,11 +40,13 @@ class MemoryAccount:
 
     @property
     def fixed_bytes(self) -> int:
-        """The measured bytes that are the same at every batch shape."""
+        """The measured bytes that are the same at all batch shapes: optimizer state and waiting gradients."""
         return self.optimizer_state + self.waiting_gradients
 
     def measured_bytes(self, growth: float = 1.0) -> int:
-        """Return the measured bytes at a shape with ``growth`` times the activations of the first shape."""
+        """Return the sum of the measured bytes at a shape with ``growth`` times the activations of the first shape. Only
+        ``outside_model`` is multiplied by ``growth``.
+        """
         return self.fixed_bytes + round(self.outside_model * growth)
 
     def total_bytes(self, growth: float = 1.0) -> int:
@@ -85,7 +87,9 @@ class PlanRoom:
         self.budget_bytes = budget_bytes
 
     def bytes(self, growth: float = 1.0) -> int:
-        """Return the room at a shape with ``growth`` times the activations of the first shape."""
+        """Return the room (the budget minus the account) in bytes, at a shape with ``growth`` times the activations of the
+        first shape.
+        """
         return self.budget_bytes - self.account.total_bytes(growth)
 
 

@@ -34,7 +34,9 @@ from plimsoll.tracing.recorder.calling import Loss, name_of, output_tensors
 T = TypeVar("T")
 
 SOLVING_SECONDS = 600.0
-"""How much longer than usual ranks wait for the rank that solves: a solver may use its time limit several times."""
+"""Seconds that ranks wait, in addition to the usual time, for the rank that solves: a solver may use its time limit several
+times.
+"""
 _PAD = "pad the batches to the same shape, set the same mode and loss, or pass ranks= with the ranks that have the same"
 
 
@@ -256,7 +258,9 @@ def _is_due_to(error: BaseException | None, cause: BaseException) -> bool:
 
 
 def plan_facts(plan: Plan) -> dict[str, str]:
-    """Return facts that identify a plan: its model, its strategy, a digest of its JSON, and the model's fingerprint."""
+    """Return facts that identify a plan, as text by name: its model, its strategy, a digest of its JSON, and the model's
+    fingerprint.
+    """
     digest = hashlib.blake2s(to_json(plan).encode(), digest_size=6).hexdigest()
     return {"plan": f"{plan.model} {plan.strategy} {digest}", "plan made for": plan.fingerprint}
 

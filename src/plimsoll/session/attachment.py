@@ -145,7 +145,7 @@ class FirstStep:
 
 
 class Attachment(RemovedAtEnd):
-    """Keeps a model under a budget from its first training call on."""
+    """Keeps a model under a budget from its first training call on. ``plimsoll.attach`` returns it as the handle."""
 
     state: State
     _served: Shapes | None
@@ -185,8 +185,8 @@ class Attachment(RemovedAtEnd):
 
     @property
     def plan(self) -> Plan | None:
-        """The current plan; ``None`` until the first training step has begun. Once that step is over, it is the plan for the
-        budget.
+        """The current plan, or ``None`` until the first training step has begun. Once that step is over, this is the plan for
+        the budget.
         """
         return self._work.plan
 
@@ -207,16 +207,19 @@ class Attachment(RemovedAtEnd):
 
     @property
     def peak_bytes(self) -> int:
-        """The highest measured peak of a step under a plan for the budget; 0 until a step was measured."""
+        """The highest measured peak of a step under a plan for the budget, in bytes. It is 0 until a step was measured."""
         return self._steps.peak_bytes
 
     @property
     def faults(self) -> tuple[Fault, ...]:
-        """The faults that ``verify_every`` has found so far, under every plan."""
+        """The faults (rebuilt values that differed from the true ones) that ``verify_every`` has found so far, under all
+        plans.
+        """
         return self._work.faults
 
     def step(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run one training step. If it runs out of memory, put everything back, plan tighter and run it again.
+        """Run one training step and return its result. If it runs out of memory, restore the state from before the step, switch
+        to a plan with a lower peak, and run the step again.
 
         If planning failed before the first plan, everything is removed from the model. See `plimsoll.engine.apply.Handle.step`.
         """
@@ -228,7 +231,7 @@ class Attachment(RemovedAtEnd):
             raise
 
     def remove(self) -> None:
-        """Undo everything. Calling it twice does no harm."""
+        """Stop managing the model: remove the plan and all hooks. Calling it twice does no harm."""
         self._steps.end_step()
         for each in (self._steps, self._watch, self._work, self._source):
             each.remove()
@@ -358,7 +361,9 @@ class Attachment(RemovedAtEnd):
         self.state = State.UNTRACED
         self._traced: FirstStep | None = None
         self._shaped: ShapePlans | None = None
-        """The plans that each call chooses from. None until the first plan for the budget is made, and without a ladder."""
+        """The ladder (plans with different peaks) that each call chooses its plan from. None until the first plan for the
+        budget is made, and None if the options do not allow a ladder.
+        """
         self._traces = JointTraces(self.agreement, self.model)
         self._shapes: list[Shapes] = []
         """Shapes that were traced, or that run under the plan of all ranks."""
@@ -372,7 +377,9 @@ class Attachment(RemovedAtEnd):
         self._corrected: MemoryAccount | None = None
         """The account that counts a step's overshoot of the budget. It is used when plans are made next."""
         self._traces_left = self._ran_more_bytes = 0
-        """How many more steps to trace, to find one that runs as much as the step whose peak was ``_ran_more_bytes``."""
+        """How many more steps to trace in the search for one that runs as many operations as the step whose peak was
+        ``_ran_more_bytes``.
+        """
         self._is_named = False
         """Whether a warning before the current step already said that the step may exceed the budget."""
         self._counted, self._metered = CountedState(), MeteredSituations()
@@ -668,8 +675,8 @@ class Attachment(RemovedAtEnd):
         return taken_bytes <= (traced.planner.budget_bytes or 0)
 
     def _copied_bytes(self, planner: StepPlanner, task: TrainingTask | None) -> int:
-        """Return the bytes that a trial copies so that it can restore everything: buffers and written parameters twice, and the
-        batch.
+        """Return the bytes of the copies that a trial makes to restore everything later: two copies of the buffers and of the
+        parameters that the step writes, and one of the batch.
         """
         batch, device = () if task is None else output_tensors(task.call()), self._steps.device
         named = dict(inner_module(self.model).named_parameters())

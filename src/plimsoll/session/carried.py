@@ -31,7 +31,8 @@ class Carried:
         self._before = {storage_of(tensor): StorageWeakRef(tensor.untyped_storage()) for tensor in live}
 
     def found(self, device: torch.device, batch: Any) -> list[torch.Tensor]:
-        """Return the tensors whose storage was made since `note_before`.
+        """Return the tensors that the loop keeps: those whose storage was made since `note_before`, without optimizer state and
+        without tensors that look like the batch.
 
         A storage's address identifies it, because the weak references in `_before` prevent that its address is used again.
         """

@@ -53,7 +53,7 @@ above the budget, the run could only run out of memory.
 """
 _STRATEGIES = ("auto", "none", "full")
 _ROUNDS = 7
-"""How many steps are timed for each of two ways to compile a plan, to find the faster one."""
+"""The number of timed steps for each of two orders of kernels, to find the faster one."""
 
 
 def plans_compiled(
@@ -159,7 +159,7 @@ def compiled_planner(
 
 
 def planned_parts(task: TrainingTask, patterns: tuple[str, ...] | None) -> tuple[CompiledUnit, ...]:
-    """Return the compiled units of a task, each with its regions."""
+    """Return the parts of a task's model that torch.compile compiles, each with the regions (managed module calls) in it."""
     held, _ = split_regions(task.model, task.units, patterns)
     return tuple(CompiledUnit(path=path, regions=names, options=task.compile_options) for path, names in held.items())
 

@@ -57,7 +57,8 @@ class CompiledStep:
         """Make the plan for the budget. It is compiled and run to check its peak.
 
         Returns:
-            The planner, its plan, and the largest excess in bytes of a trial over its prediction.
+            The planner, its plan, and the largest difference in bytes between the measured peak of a trial (a run of a plan)
+                and its predicted peak.
         """
         with gradients_as_if(task.model, are_there=True) if accumulates else contextlib.nullcontext(), task.compiled():
             planner = compiled_planner(agreement, task, options, budget, limit_bytes=budget.asked_bytes)

@@ -64,7 +64,8 @@ class EngineOverhead:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChainLaps:
-    """Seconds of one step of a chain: entering the region, each link of forward, leaving the region, and each link of backward.
+    """The seconds of one step of the measured chain of ops, as data: entering the region, each op of forward, leaving the
+    region, and each op of backward.
 
     Both tuples are in the order of forward.
     """
@@ -89,14 +90,15 @@ class FittedRoofline:
     flops_per_second: float
     launch_seconds: float
     relative_error: float
-    """Median of |fitted - measured| / measured over the ops that it was fitted to."""
+    """The median of |fitted - measured| / measured over the ops that the rates were fitted to."""
 
     def seconds(self, spec: OpSpec) -> float:
         return self.launch_seconds + max(spec.moved_bytes / self.bytes_per_second, spec.flops / self.flops_per_second)
 
 
 def measured_costs(trace: Trace, engine: EngineOverhead = _NO_ENGINE) -> Costs:
-    """Return the seconds of every op of ``trace`` on the device that it was traced on, and of the engine's work on this host.
+    """Return the seconds of each op of ``trace`` on the device that it was traced on, and the seconds of the engine's work on
+    this host.
 
     A plan's extra seconds are the seconds of its replayed ops, plus ``engine`` for every region that it touches. A fake trace
     is not timed and needs ``roofline_costs``.
@@ -256,7 +258,9 @@ def _dropped(links: int) -> list[int]:
 
 
 class _Stopwatch:
-    """Records the time between two laps. It does not count the time that it spends on touching memory to cool the caches."""
+    """Records the seconds between two laps (calls of ``lap``). The time that it spends on touching memory to cool the caches is
+    not counted.
+    """
 
     def __init__(self, touched_bytes: int) -> None:
         self.laps: list[float] = []
@@ -363,7 +367,8 @@ def overhead_of(
     long: Sequence[ChainLaps],
     rebuilt: Collection[int],
 ) -> EngineOverhead:
-    """Compute the engine's seconds from the laps of several steps. None is negative.
+    """Compute the seconds that the engine (the code that runs plans) adds, from the laps of several steps. None of the results
+    is negative.
 
     ``unmanaged`` are steps of the long chain without the engine; ``short`` and ``long`` are managed steps. A region takes
     longer to return if more was saved in it. ``rebuilt`` are the links whose saved tensor is rebuilt.

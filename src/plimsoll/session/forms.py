@@ -45,11 +45,11 @@ from plimsoll.tracing.meters.timing import clock_for, one_thread
 from plimsoll.tracing.recorder.untouched import untouched
 
 LOSSY = ("bf16", "int8:unrotated", "int8", "int4:unrotated", "int4")
-"""Lossy codecs that ``auto`` chooses from."""
+"""Names of the lossy codecs that the strategy ``auto`` chooses from."""
 _LEAST_BYTES = 4096
 """Values with fewer bytes than this are not compressed or offloaded, because that would not save enough."""
 _LEAST_LINK_BYTES = 1 << 16
-"""Transfers of fewer bytes are mostly overhead."""
+"""Values with fewer bytes than this are not offloaded, because such transfers are mostly overhead."""
 _STATISTIC_SHARE = 8
 """An op's output that is at least 8 times smaller than the op's largest input is a statistic (a norm's mean, a softmax's
 logarithm). Backward needs it exactly.
@@ -74,7 +74,8 @@ class Sensed:
 
 
 def sense_forms(step: TrainingStep, trace: Trace, costs: Costs, lowest: Plan, options: PlanOptions) -> Sensed:
-    """Run one step under the plan with the lowest peak, and measure the forms that its values could be held in.
+    """Run one step under the plan with the lowest peak, and measure the forms (codecs and links) that its values could be held
+    in.
 
     The model must not be managed. It is restored afterwards.
 
@@ -101,7 +102,7 @@ def sense_forms(step: TrainingStep, trace: Trace, costs: Costs, lowest: Plan, op
 
 
 def sense_compiled(step: TrainingStep, trace: Trace, costs: Costs, plan: Plan, options: PlanOptions) -> Sensed:
-    """Measure the forms that the saved values of compiled blocks could be held in.
+    """Measure the forms (codecs and links) that the saved values of compiled blocks could be held in.
 
     Codecs are tried in one step with everything saved. A link returns exactly what it was given, so if only offloading is
     allowed, no step is run. ``plan`` says what is compiled.
@@ -131,8 +132,8 @@ def sense_compiled(step: TrainingStep, trace: Trace, costs: Costs, plan: Plan, o
 def _follow_noise(
     step: TrainingStep, trace: Trace, sensor: Sensor, gradients: Mapping[str, torch.Tensor | None]
 ) -> None:
-    """Measure how an error in each saved value of compiled blocks changes the gradients. One step runs for each value of each
-    kind of block, with noise added to that value.
+    """Measure how an error in each saved value of compiled blocks changes the gradients. For each value of each kind of block
+    that a lossy codec may take, one step runs with noise added to that value.
 
     Noise cannot be followed through a compiled block, because the block is one node of autograd.
     """
@@ -258,7 +259,9 @@ class _FormMaker:
     def _form(
         self, codec_name: str, graph: RegionGraph, name: str, seen: Sequence[Seen], readers: frozenset[str]
     ) -> Form | str:
-        """Return the form for one codec and one value, or the reason why the codec cannot be used."""
+        """Return the form of one value under one codec: its bytes, seconds and error. If the codec cannot be used, return the
+        reason as text.
+        """
         codec = find_codec(codec_name)
         trials = [entry.trials[codec_name] for entry in seen if codec_name in entry.trials]
         value = next(v for v in graph.values if v.name == name)
@@ -396,7 +399,7 @@ _RUNS = 3
 
 @dataclass(frozen=True, slots=True)
 class CodecSeconds:
-    """Seconds to encode and to decode one tensor."""
+    """The seconds that a codec takes to encode one tensor and to decode it, as data."""
 
     encode: float
     decode: float

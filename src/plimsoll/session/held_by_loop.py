@@ -77,7 +77,7 @@ class HeldByLoop:
         leaves_graph: bool,
         peak_bytes: int,
     ) -> None:
-        """Update ``bytes`` before a step of about ``peak_bytes``.
+        """Called at the beginning of a step whose peak is about ``peak_bytes``. Find what the loop holds, and update ``bytes``.
 
         ``leaves_graph``: an earlier step failed before its backward ended, or retained its graph.
         """

@@ -234,7 +234,7 @@ class PlanOptions:
         return None if codecs_of_strategy(strategy) else self.max_error
 
     def written_into(self, plan: Plan) -> Plan:
-        """Return the plan with these options recorded in it."""
+        """Return the plan with these options written into its fields, so that a saved plan shows them."""
         return msgspec.structs.replace(
             plan,
             allow=self.allow,
@@ -319,7 +319,7 @@ def check_text(name: str, given: object) -> None:
 
 
 def as_patterns(regions: Sequence[str] | str | None) -> tuple[str, ...] | None:
-    """Return region patterns as a tuple. A single pattern need not be in a list; an empty list is refused."""
+    """Return region patterns as a tuple. A single pattern need not be in a list. An empty list is refused."""
     if regions is None:
         return None
     patterns = as_texts("regions", regions)

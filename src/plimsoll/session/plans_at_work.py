@@ -36,7 +36,9 @@ class PlansAtWork:
 
     @property
     def faults(self) -> tuple[Fault, ...]:
-        """The faults (rebuilt values that were wrong) that ``verify_every`` has found so far, under all plans."""
+        """The faults that ``verify_every`` has found so far, under all plans. A fault is a rebuilt value that differed from the
+        true one.
+        """
         return (*self._earlier_faults, *(() if self._handle is None else self._handle.faults))
 
     def run(self, plan: Plan) -> bool:

@@ -21,12 +21,14 @@ _LOG = logging.getLogger(__name__)
 _RUNGS = 64
 """The limit is always a multiple of the budget divided by this number. So the same limits recur, and their plans are reused."""
 _PATIENCE = 4
-"""This many successive steps must begin with more room before the limit rises."""
+"""The number of successive steps that must begin with more room (bytes that training may take now) before the limit rises."""
 # Doubling the patience bounds how often room that comes and goes changes the plan: seven times in 1,000 steps for every period
 # that was tried (docs/design/the-limit-falls-at-once.md).
 _MOST_PATIENCE = 256
 _TRUSTED_AFTER = 8
-"""If raised room lasts at least this many times the patience, losing it does not double the patience."""
+"""If a raised limit holds for at least this many times the patience (steps before a rise), a later fall of the limit does not
+double the patience.
+"""
 
 
 class Pressure:
@@ -42,7 +44,8 @@ class Pressure:
         self._since_rise: int | None = None
 
     def watch(self, device: torch.device, beside_bytes: int) -> None:
-        """From now on, ask CUDA how much memory is free. If the user has passed ``room``, that function is asked instead.
+        """From now on, ask CUDA how much memory is free. If the device is not a GPU, or if the user has passed ``room``,
+        nothing changes.
 
         What this process has allocated now, except ``beside_bytes``, belongs to the training. Memory that this process holds in
         addition between later steps does not belong to it.

@@ -55,11 +55,13 @@ class TighterPlans(Protocol):
 
     @property
     def plan(self) -> Plan | None:
-        """The current plan; ``None`` before the first one."""
+        """The current plan, or ``None`` before the first one is applied."""
         ...
 
     def tighten(self, *, is_own: bool) -> bool:
-        """Switch to a plan with a lower peak. Return True if some rank has one. ``is_own``: this rank ran out of memory."""
+        """Switch to a plan with a lower peak. Return True if some rank has such a plan. ``is_own`` says whether this rank ran
+        out of memory.
+        """
         ...
 
     def floor(self, *, is_optimizer: bool, is_own: bool) -> BudgetBelowFloor | None:
@@ -118,8 +120,8 @@ class Retry:
         """Called after a step ran out of memory. Restore the state from before the step and switch to a tighter plan. Return
         True if a tighter plan was found.
 
-        If not, the step runs once more anyway. It may fit now: regions recorded in the failed run and do not record again, and
-        the allocator's cache was emptied.
+        If not, the step runs once more anyway. It may fit now, for two reasons: regions were recorded in the failed run and
+        need no memory for that again, and the allocator's cache was emptied.
         """
         agreement = self._plans.agreement
         self._joint.renew()
@@ -291,7 +293,7 @@ class AppliedPlan:
         return True
 
     def floor(self, *, is_optimizer: bool, is_own: bool) -> BudgetBelowFloor | None:
-        """Return the error to raise if no plan has a lower peak."""
+        """Return the error to raise if a step ran out of memory and no plan has a lower peak."""
         if self._planner is not None:
             return floor_of(self._planner, 0, is_optimizer=is_optimizer)
         floor_bytes = self._first.floor_bytes

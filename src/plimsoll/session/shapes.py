@@ -135,7 +135,9 @@ class ShapePlans:
         self._room = room
 
     def begin(self, shapes: Shapes, planner: StepPlanner, plan: Plan) -> None:
-        """Begin the ladder with the first step, which was traced and measured, and with the plan that was made for it."""
+        """Begin the ladder (the plans to choose from) with the first step, which was traced and measured, and with the plan
+        that was made for it.
+        """
         assert planner.budget_bytes is not None
         self._room.budget_bytes = planner.budget_bytes
         self._in_flight, self._planner = planner.in_flight, planner

@@ -54,7 +54,7 @@ class Situation(NamedTuple):
     reduces: bool = True
     """False if gradients wait after their backward for a later reduction."""
     thawed: frozenset[int] = frozenset()
-    """Parameters that were frozen when the plan was made and are trained now, as indices into the frozen ones."""
+    """Parameters that were frozen when the plan was made and are trained now, as indices into the list of frozen parameters."""
 
     def is_within(self, other: Situation) -> bool:
         """Return True if a step in the situation ``other`` needs at least as much memory as a step in this one."""
@@ -100,7 +100,7 @@ class Situation(NamedTuple):
 
 
 def planned_situation(signature: str, in_flight: int) -> Situation:
-    """Return the situation that a plan was made for, parsed from the signature of its step."""
+    """Read the situation that a plan was made for from the signature of the plan's step, and return it."""
     found = _TENSOR.findall(signature)
     shapes = tuple((kind, tuple(int(size) for size in sizes.split("x") if size)) for kind, sizes in found)
     shapes += tuple((part, ()) for part in signature.split("; ") if part.startswith(AUTOCAST))
@@ -174,8 +174,8 @@ class MeteredSituations:
         self._known.append(situation)
 
     def ended(self, nodes: int, in_flight: int) -> str:
-        """Return as text what was new about the step that began last, or "" if nothing was. The step is over and its peak is
-        known.
+        """Return, as text, why the step that began last may need another peak than earlier steps. The step is over and its peak
+        is known.
 
         Args:
             nodes: the autograd nodes of its largest forward.

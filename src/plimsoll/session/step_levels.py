@@ -64,7 +64,7 @@ class StepLevels:
         """
         self._most_end = self._most_bytes = 0
         self._base_bytes = 0
-        """Bytes at the beginning of the last measured step, without optimizer state."""
+        """Bytes that were allocated at the beginning of the last measured step, without optimizer state."""
 
     def begin(self) -> int:
         """Note that a step's first forward begins. Return the allocated bytes, or 0 if they cannot be read."""
@@ -127,8 +127,8 @@ class StepLevels:
         return bool(known) and self._loss_nodes not in known
 
     def estimated_peak_bytes(self, state_bytes: int) -> int:
-        """Estimate the peak of the step that ends, with ``state_bytes`` of optimizer state. Return 0 if no reading is higher
-        than in measured steps.
+        """Estimate the peak of the step that ends, in bytes, with ``state_bytes`` of optimizer state. Return 0 if no reading is
+        higher than in measured steps.
 
         Every reading is a lower bound of the peak. If forward added more than expected, the peak is higher by at least as much.
         """

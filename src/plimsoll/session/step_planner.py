@@ -161,7 +161,7 @@ class StepPlanner:
         self.recording_bytes = 0
         """Bytes that the step that recorded the plan with the lowest peak needed, minus the bytes that a later step needed."""
         self._ran = TrialRun(0, 0, None)
-        """The last trial as measured in this process."""
+        """The last trial (a run of a plan to measure its peak), as measured in this process before ranks compared theirs."""
         self._sensed: Sensed | None = None
 
     @property
@@ -170,7 +170,7 @@ class StepPlanner:
         return self.ranks.budget_bytes
 
     def alone(self) -> StepPlanner:
-        """Return a planner of this rank's own step under its own budget. It does not contact other ranks."""
+        """Return a planner for this rank's own step under this rank's own budget. It does not contact other ranks."""
         if self._agreement.size == 1:
             return self
         own = self.beside(self.trace, self.costs)
@@ -258,7 +258,8 @@ class StepPlanner:
     def confirmed_beside(
         self, plan: Plan, step: TrainingStep, excess_bytes: int, resolve: Callable[[int], Plan], *, seen_bytes: int
     ) -> Plan:
-        """Run the plan once. If it needs more than expected, return the plan that ``resolve`` makes for the larger excess.
+        """Run the plan once and return it. If it needs more than expected, return the plan that ``resolve`` makes for the
+        larger excess instead. An excess is the measured peak of steps minus their predicted peak.
 
         Args:
             plan: the solved plan.
@@ -280,8 +281,8 @@ class StepPlanner:
     def lowest_for_now(self, error_scale: float = 1.0) -> Plan:
         """Return a plan with the lowest peak, to use for a step or two.
 
-        The fastest plan with that peak is not searched for. For Llama and Mixtral models of 6 to 12 blocks, the search took 1.5
-        to 2.5 s of processor time.
+        The planner does not search for the fastest plan with that peak. For Llama and Mixtral models of 6 to 12 blocks, the
+        search took 1.5 to 2.5 s of processor time.
         """
         return self.solve(None, _LOWEST, error_scale=error_scale)
 
@@ -339,7 +340,8 @@ class StepPlanner:
         return self.lowest_that_fits(step(), error_scale)
 
     def lowest_that_fits(self, step: TrainingStep, error_scale: float = 1.0) -> Plan:
-        """Return the plan with the lowest peak if its measured peak fits, whatever its prediction says.
+        """Run the plan with the lowest peak and return it if its measured peak is within the budget, whatever its predicted
+        peak is.
 
         The peak is measured as in a training that begins with this plan, before the optimizer has state.
 

@@ -55,7 +55,9 @@ class TrainingTask:
     units: tuple[Unit, ...] = ()
     """The parts of the model that torch.compile compiles."""
     compile_options: dict[str, Any] | None = None
-    """Options of torch.compile if the plan compiles the model, and ``None`` if the user does."""
+    """Options of torch.compile if the plan itself compiles the model. They are ``None`` otherwise, also if the user compiles
+    it.
+    """
 
     @classmethod
     def read(
@@ -104,8 +106,8 @@ class TrainingTask:
     def step(self, context: Context = contextlib.nullcontext, written: Collection[str] = ()) -> TrainingStep:
         """Return the step, which runs from the current state of the model and random generators.
 
-        ``context`` is called for each run and returns the context that the step runs in. Parameters named in ``written`` are
-        part of that state.
+        ``context`` is called for each forward and backward, and returns the context that they run in. Parameters named in
+        ``written`` are part of that state.
         """
         return TrainingStep(
             self.model, *self.call(), loss=self.loss, optimizer=self.optimizer, context=context, written=written
@@ -204,7 +206,8 @@ def _detached(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def detached(batch: Any) -> Any:
-    """Return the batch in its own form, detached from the graph that made it: a trial's backward must not enter that graph.
+    """Return the batch with the same structure, but detached from the graph that made it. Otherwise the backward of a trial
+    would enter that graph.
 
     Raises:
         InvalidBatch: neither a tensor, nor a tuple, nor a mapping.

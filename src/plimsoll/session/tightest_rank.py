@@ -48,7 +48,8 @@ class _Taken(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TightestRank:
-    """Knows which rank is the tightest of the ranks that plan together, and translates bytes into its budget.
+    """Finds the tightest of the ranks that plan together (the rank whose budget is lowest compared with its peak without a
+    plan), and translates bytes of other ranks into its budget.
 
     A process that plans alone is the tightest rank, and its bytes do not change.
     """
@@ -73,7 +74,9 @@ class TightestRank:
         return self._agreement.made_by(self._rank, what, make)
 
     def of_tightest(self, what: str, value: T, kind: Any) -> T:
-        """Return the tightest rank's value on all ranks."""
+        """Exchange a value with all ranks, and return the tightest rank's value on each of them. ``what`` names the
+        exchange.
+        """
         values: list[T] = self._agreement.all_of(what, value, kind)
         return values[self._agreement.ranks.index(self._rank)]
 
@@ -94,8 +97,8 @@ class TightestRank:
         return (self.budget_bytes or 0) + max(self._agreement.all_of("worst", over_bytes, int))
 
     def worst_trial(self, own: TrialRun) -> TrialRun:
-        """Combine the trials of all ranks into one and return it. It has the largest error, and as its peak the plan's budget
-        plus the largest overshoot.
+        """Combine the trials (measured runs of a plan) of all ranks into one and return it. Its error is the largest error, and
+        its peak is the plan's budget plus the largest overshoot of a rank over its own budget.
         """
         if self._agreement.size == 1:
             return own
@@ -132,7 +135,9 @@ class TightestRank:
         return self._agreement.refused_by(self._rank, error)
 
     def noted(self, plan: Plan) -> Plan:
-        """Return a plan that this rank made, with a note that says so, and with the budgets of all ranks if they differ."""
+        """Return a plan that this rank made, with a note that names this rank. If the ranks have different budgets, write all
+        of them into the plan.
+        """
         if self._agreement.size == 1:
             return plan
         note = f"planned by rank {self._rank}, which has the least room of {self._agreement.size} ranks"

@@ -107,7 +107,7 @@ def settle(offered: Offer, outcome: FeedbackOutcome, is_not_finite: torch.Tensor
 
 
 def with_velocity(slot: GradientSlot, mean: torch.Tensor, momentum: float) -> torch.Tensor:
-    """Return the mean of an uncompressed parameter with momentum applied, and store the momentum in the slot.
+    """Apply momentum to the mean of a parameter that is not compressed. Return the result, and store the momentum in the slot.
 
     The optimizer has to run without momentum.
     """

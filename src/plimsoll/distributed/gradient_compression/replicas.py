@@ -107,7 +107,7 @@ class Replicas:
             self._hook = state
 
     def attach(self, slots: list[GradientSlot], averages: Averages) -> None:
-        """Compress the model's gradients from now on. ``slots`` are in the order of ``parts``."""
+        """Compress the model's gradients from now on. ``slots`` hold each parameter's state, in the order of ``parts``."""
         if self._hook is None:
             self._hook = ReplicaHook(self._model)
             self._model.register_comm_hook(self._hook, reduce_bucket)

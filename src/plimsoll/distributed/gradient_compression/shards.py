@@ -143,7 +143,7 @@ class Shards:
                 )
 
     def attach(self, slots: list[GradientSlot], averages: Averages) -> None:
-        """Compress the model's gradients from now on. ``slots`` are in the order of ``parts``."""
+        """Compress the model's gradients from now on. ``slots`` hold each parameter's state, in the order of ``parts``."""
         remaining = iter(slots)
         for unit in self._units:
             own = [next(remaining) for _ in unit.parameters]

@@ -142,7 +142,7 @@ class GradientPart(NamedTuple):
 def make_slots(
     parts: Iterable[GradientPart], settings: CompressionSettings, *, ranks: int, form: Form
 ) -> list[GradientSlot]:
-    """Make one slot per parameter, in the order of ``parts``.
+    """Make one slot (the record of a parameter's gradient) per parameter, in the order of ``parts``.
 
     Raises:
         InvalidOption: one of the caller's patterns matches no parameter.

@@ -142,7 +142,9 @@ class Standing(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StageAgreement(Agreement):
-    """Lets the ranks of a job agree on plans. If ``world`` is ``None``, this rank is the only one, and its own values count."""
+    """Lets the ranks of a pipeline job agree on plans. If ``world`` is ``None``, this rank is the only one, and only its own
+    plans count.
+    """
 
     def __init__(self, world: World | None, timeout_seconds: float) -> None:
         conversation = None if world is None else Conversation(world, _TOPIC, timeout_seconds=timeout_seconds)
@@ -168,12 +170,10 @@ class StageAgreement(Agreement):
         return msgspec.structs.replace(mine, room_bytes=room_bytes), all(other.does_fit for other in everyone)
 
     def adopt(self, mine: Standing, made: RankPlan) -> tuple[dict[int, Plan], dict[int, ActionSeconds]]:
-        """Exchange plans with all ranks, so that all replicas of a stage run the same plan.
+        """Exchange plans with all ranks, so that all replicas of a stage (ranks with the same stage) run the same plan.
 
         Return two mappings by stage: the plans of the first rank that has the same stages as this one, and the seconds of the
         stages of all ranks.
-
-        So all replicas of a stage run the same plan.
         """
         offers = self.all_of("plans", _Offer(stages=mine.stages, seconds=made.seconds, plans=made.plans), _Offer)
         first = next(offer for offer in offers if offer.stages == mine.stages)

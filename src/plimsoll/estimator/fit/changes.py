@@ -149,7 +149,7 @@ class _Finder:
         )
 
     def _with(self, *, budget_bytes: int | None = None, accumulation: Accumulation | None = None) -> SingleDevice:
-        """Return the same device with another budget or another accumulation; it shares the traces."""
+        """Return the same device for another budget or another accumulation. Both use the same traces."""
         return dataclasses.replace(
             self.device,
             budget_bytes=self.device.budget_bytes if budget_bytes is None else budget_bytes,

@@ -81,7 +81,7 @@ class Space:
     allowed: tuple[int, ...] | None = None
 
     def ladder(self) -> tuple[int, ...]:
-        """Return the micro-batches to try first, in ascending order: each is about twice the previous one."""
+        """Return the micro-batches to try first, in ascending order: each is about twice as large as the one before."""
         if self.allowed is None:
             doubled = (1 << power for power in range(self.most_batch.bit_length()))
             return tuple(dict.fromkeys([*doubled, self.most_batch]))
@@ -121,7 +121,8 @@ class Search:
             _Climb(self, sequence, limit).run()
 
     def best(self) -> FitPoint | None:
-        """Return the point with the most tokens per second among the points that fit.
+        """Return the point (micro-batch and sequence) with the most tokens per second among the points that fit, or ``None`` if
+        none fits.
 
         Among equally fast points, return the point with the lowest peak.
         """

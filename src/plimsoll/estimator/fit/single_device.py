@@ -43,7 +43,7 @@ MakeBatch = Callable[[int, int], Any]
 
 
 class MicroBatches:
-    """Makes batches of any number of examples and tokens.
+    """Makes batches of any number of examples and tokens from a sample or a function of the user.
 
     ``items_name`` is the unit of their size: ``tokens`` or ``examples``.
     """
@@ -210,7 +210,7 @@ class Accumulation:
 
 @dataclass(slots=True)
 class SingleDevice:
-    """Evaluates sizes of micro-batch on one device (see ``fit.search.Evaluate``).
+    """Evaluates sizes of micro-batch on one device for a search (it implements ``fit.search.Evaluate``).
 
     ``plans`` and ``unmanaged`` (the simulated steps without a plan) are valid only for this accumulation and budget. The traces
     (``_families``) may be shared with a device that has another budget or accumulation.
@@ -292,7 +292,9 @@ class SingleDevice:
         return self._family(shape).family.inexact_bytes(shape)
 
     def strays(self) -> dict[Shape, str]:
-        """Return the traced sizes whose step has another structure than the other traces, each with the difference in words."""
+        """Return a mapping from traced sizes whose step has another structure than the other traces to the difference in
+        words.
+        """
         return {shape: why for family in self._families.values() for shape, why in family.family.strays.items()}
 
     def traced(self, shape: Shape) -> tuple[Trace, Costs]:
@@ -337,7 +339,9 @@ class SingleDevice:
 
 
 def described(point: FitPoint, plan: Plan) -> FitPoint:
-    """Return the point with the status, peak, seconds and recomputed bytes of this plan."""
+    """Return the point (size of micro-batch) with the status, peak, seconds and recomputed bytes of this plan written
+    into it.
+    """
     decisions = [decision for region in plan.regions for decision in region.decisions]
     return msgspec.structs.replace(
         point,

@@ -100,7 +100,7 @@ class Edits:
         self._on_undo.append(call)
 
     def swap_parameters(self, model: nn.Module) -> dict[str, tuple[Shard, ...]]:
-        """Replace the parameters that were marked by their local share.
+        """Replace each parameter that was marked by this rank's share of it.
 
         Return a mapping from each parameter's name to how it was cut.
         """
@@ -323,7 +323,9 @@ def divide_experts(experts: Mapping[str, nn.Module], ep: int, edits: Edits, kern
 
 
 class _Exchange:
-    """The exchange of tokens between expert-parallel ranks: to the ranks of their experts, and back."""
+    """The exchange of tokens between expert-parallel ranks. Tokens are sent to the ranks that have their experts, and the
+    results are sent back.
+    """
 
     def __init__(self, ep: int, local_experts: int) -> None:
         self._ep = ep
@@ -349,7 +351,9 @@ class _Exchange:
 
 
 class _DeepExchange:
-    """DeepEP's exchange of tokens: a token is sent only once to each rank that has any of its experts, and back."""
+    """DeepEP's exchange of tokens. Each token is sent only once to each rank that has any of its experts, and the results are
+    sent back.
+    """
 
     def __init__(self, ep: int, experts: int) -> None:
         self._ep = ep

@@ -171,7 +171,9 @@ class _Division:
             fuse_experts(experts, self._edits)
 
     def partial_gradients(self, shards: Mapping[str, object], *, sequence_parallel: bool) -> tuple[str, ...]:
-        """Return the names of parameters that every rank holds whole while its gradient is only partial."""
+        """Return the names of parameters that each rank holds whole, but whose gradient on a rank is only a part of the sum
+        over ranks.
+        """
         inside = tuple(f"{scope}." for scope in self._scopes(sequence_parallel=sequence_parallel))
         groups = [group for block in self._blocks for group in block.groups]
         whole = tuple(f"{group.row}.bias" for group in groups)

@@ -102,7 +102,7 @@ def is_experts(module: nn.Module) -> bool:
 
 
 class RoleBook:
-    """Finds the role of a module by its path: how tensor-parallel ranks share its weight.
+    """Finds the role of a module by its path: how tensor-parallel ranks share the module's weight.
 
     It records which of the caller's patterns matched a module.
     """

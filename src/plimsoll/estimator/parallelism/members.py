@@ -289,7 +289,7 @@ class Crossings:
 
 
 def find_crossings(trace: Trace, members: Membership) -> Crossings:
-    """Find the storages that cross each boundary between stages. ``members`` has the stage of every op."""
+    """Find the storages that are sent across each boundary between stages. ``members`` has the stage of each op."""
     readers = readers_of(trace, members.stage_of)
     received: list[set[int]] = [set() for _ in range(members.stages)]
     made_anew: dict[int, frozenset[int]] = {}

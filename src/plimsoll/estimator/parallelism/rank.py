@@ -148,7 +148,7 @@ class Sharding:
     """The gather buffers that are freed when the next gather in forward is done."""
     _prefetched: dict[str, list[tuple[ShardedUnit, int]]] = field(default_factory=dict)
     _last_input: int = -1
-    """The id of the input buffer of the latest reduce-scatter; -1 before the first."""
+    """The id of the input buffer of the latest reduce-scatter. It is -1 before the first reduce-scatter."""
 
     def shard_parameters(self) -> tuple[TraceParameter, ...]:
         """Add the shard of each parameter to the trace as a storage. Return the parameters as the rank holds them."""
@@ -168,7 +168,7 @@ class Sharding:
     def gather_in_forward(self) -> None:
         """Insert the gathers of ZeRO-3 in forward.
 
-        The root is gathered first, for the whole step; then each block before it runs.
+        The root (parameters outside blocks) is gathered first, for the whole step. Then each block is gathered before it runs.
         """
         sharded = [unit for unit in self.units if unit.ranks > 1]
         roots = [unit for unit in sharded if not unit.calls]
@@ -387,7 +387,7 @@ def _step(edit: Edit, optimizer: OptimizerUse) -> None:
 
 
 def sharding_notes(layout: Layout) -> tuple[str, ...]:
-    """Return notes on how ZeRO and expert parallelism are assumed to run where there is a choice."""
+    """Return notes for the user on choices that the estimate makes: how ZeRO and expert parallelism are assumed to run."""
     notes = []
     if layout.zero == _PARAMETER_SHARDS and layout.shards > 1:
         notes.append(

@@ -15,7 +15,7 @@ from plimsoll.estimator.pipeline_schedule.orders import Action, ActionKind
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageMemory:
-    """The memory of one stage under one plan, as data, in bytes.
+    """The memory of one pipeline stage under one plan, as data. All fields are in bytes.
 
     ``lasting_bytes`` are held all the time: parameters, gradients, buffers. One micro-batch takes ``forward_bytes`` while its
     forward runs, ``held_bytes`` between forward and backward, and ``backward_bytes`` while backward runs. If backward is split

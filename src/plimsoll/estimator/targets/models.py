@@ -129,7 +129,7 @@ def _unknown(transformers: Any, what: str, name: str, known: Sequence[str]) -> I
 
 
 def quiet_transformers() -> None:
-    """Keep transformers' advice out of our output; its errors still raise."""
+    """Make transformers print only errors, so that its advice does not mix with our output."""
     logging.getLogger("transformers").setLevel(logging.ERROR)
 
 
@@ -247,7 +247,7 @@ def _import(library: str, package: str) -> Any:
 
 
 BUILDERS = {"transformers": build_model, "diffusers": build_denoiser, "timm": build_classifier}
-"""For each library, the function that builds a model from a recipe."""
+"""A mapping from the name of a library to the function that builds a model of that library from a recipe."""
 
 _SEED = 0
 _TIMESTEPS = 1000

@@ -121,11 +121,13 @@ _OWN_LOOPS = (
     "reduce_window_sum select_and_gather_add random_bits threefry2x32 concatenate pad rng_bit_generator jit checkpoint"
 )
 HEAVY = frozenset(_OWN_LOOPS.split())
-"""Operations that XLA does not fuse into their readers' loops, or that take time of their own."""
+"""Operations that XLA does not compute in the loops of the operations that read their results, or that take time of their
+own.
+"""
 
 
 def is_fused(node: Node) -> bool:
-    """Return whether XLA computes the operation in the loops of its readers."""
+    """Return whether XLA computes the operation in the loops of the operations that read its result."""
     return node.name not in HEAVY
 
 

@@ -41,7 +41,7 @@ _WHY = "ranks can share a plan only if they run the same step of the same model,
 
 
 class _Failure(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """An error as text: what was found, why, and what to do next.
+    """An error as text, to send it to other ranks: what was found, why, and what to do next.
 
     ``may_be_echo``: the error may be only a consequence of another rank's failure. Torch raises such errors in a collective
     when another rank has closed its connections.
@@ -61,7 +61,9 @@ class _Failure(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 
 class _Turn(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """A rank's message in one exchange: the step that it is in, the payload, and its failure if it failed."""
+    """A rank's message in one exchange, as data: the name of the step that the rank is in, the payload, and the rank's failure
+    if it failed.
+    """
 
     step: str
     message: bytes = b""
@@ -158,8 +160,8 @@ class Conversation:
             return None
 
     def begin_anew(self) -> None:
-        """Reset the exchanges after all ranks have left their steps at different places. Messages count from the start
-        again.
+        """Begin the numbering of exchanges again, after all ranks have left their steps at different places. All ranks must
+        call this.
         """
         self._topic += "/again"
 
@@ -267,7 +269,9 @@ _NO_TIME = datetime.timedelta(milliseconds=1)
 _TAG = 20_873
 """A message tag that no message is ever sent with."""
 _KINDS = range(32, 256)
-"""The number of kinds of backends: torch numbers them in one byte and names only the first few."""
+"""The numbers of kinds of backends that torch does not use itself: torch numbers kinds in one byte and names only the first
+few.
+"""
 
 
 def release(groups: Iterable[dist.ProcessGroup]) -> None:

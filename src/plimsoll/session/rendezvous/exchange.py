@@ -49,7 +49,9 @@ class Meeting:
 
     @classmethod
     def arrive(cls, world: World, topic: str, message: bytes, timeout_seconds: float) -> Meeting:
-        """Leave a message. The last rank to arrive declares the exchange complete."""
+        """Leave this rank's message in the shared store. The last rank to arrive also writes there that the exchange is
+        complete.
+        """
         turn = world.store.add(f"{topic}/turn/{world.rank}", 1)
         meeting = cls(world, topic, turn, timeout_seconds)
         world.store.set(meeting._key(world.rank), message)  # type: ignore[arg-type]  # the stub forgets bytes
@@ -58,7 +60,7 @@ class Meeting:
         return meeting
 
     def collect(self) -> tuple[bytes, ...]:
-        """Wait for the verdict, then read the messages of all ranks."""
+        """Wait until the exchange is decided (complete, or time is up), then read and return the messages of all ranks."""
         world, store = self.world, self.world.store
         verdict = self._verdict()
         if verdict != _COMPLETE:

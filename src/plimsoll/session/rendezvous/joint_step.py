@@ -46,7 +46,8 @@ class JointStep:
                 self._conversation.world.store.delete_key(self._key(what, self._steps - 2))
 
     def failed_elsewhere(self) -> RankFailed | None:
-        """Report that this rank has finished. Return ``None`` once all have, or the error of a rank that ran out of memory.
+        """Report to the other ranks that this rank has finished the step. Return ``None`` once all have finished, or the error
+        of a rank that ran out of memory.
 
         Raises:
             RankFailed: another rank failed for another reason, and does not run the step again.
@@ -100,7 +101,9 @@ class JointStep:
         return self._error(verdict)
 
     def renew(self) -> None:
-        """Release ranks that wait in a collective. When all ranks have called this, every group has connections again."""
+        """Give the model's process groups new connections. Ranks that wait in a collective are released first. All ranks must
+        call this.
+        """
         if self._conversation is not None:
             release(self._groups)
             self._conversation.begin_anew()
