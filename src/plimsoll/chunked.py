@@ -1,4 +1,5 @@
-"""Computes a linear head and its cross-entropy chunk by chunk, so that the full logits tensor never exists.
+"""Computes a linear head (hidden states to logits) and its cross-entropy chunk by chunk, so that the full logits tensor never
+exists.
 
 The gradients equal the plain loss's gradients up to the order of summation. ``chunk_loss`` changes a causal language model of
 transformers and returns a handle that undoes the change. ``linear_cross_entropy`` is the loss function itself, for models that

@@ -26,9 +26,9 @@ from plimsoll.planning.costing.devices import Device
 from plimsoll.units import GIB, KIB, MIB
 
 COUNTED_ERROR = 0.01
-"""The relative error of bytes counted from shapes.
+"""The relative error of bytes that are counted from shapes.
 
-Real steps under DDP, FSDP2, HSDP and with float32 gradients differ by 0.5% to 1% at most
+Real steps under DDP, FSDP2, HSDP and with float32 gradients take 0.5% to 1% more or less than counted at most
 (``tests/estimator/parallelism/test_rank.py``).
 """
 _WORKSPACE_ERROR = 0.5
@@ -38,7 +38,8 @@ A process that runs forward and backward in one thread has one handle instead of
 """
 _ACTIVATION_ERROR = {False: 0.02, True: 0.05}
 _TEMPORARY_ERROR = {False: 0.03, True: 0.15}
-"""The relative errors of activations and of temporaries, by whether the trace only assumes a GPU's kernels.
+"""The relative errors of activations and of temporaries. The key says whether the trace only assumes the kernels of a GPU that
+is not here.
 
 The masks, statistics and workspaces of such kernels differ between versions.
 """
@@ -48,7 +49,7 @@ _COMMUNICATION_ERROR = 0.2
 They are modelled on FSDP2 and DDP of torch 2.13, whose settings change how many buffers are alive at one time.
 """
 _FRAGMENTATION_ERROR = 0.8
-"""The relative error of fragmentation.
+"""The relative error of the bytes that are lost to fragmentation.
 
 Recorded on an A100: 210, 152, 157 and 924 MiB; simulated: 215, 165, 38 and 909 (``docs/allocator.md``).
 """
@@ -67,7 +68,7 @@ _UNACCOUNTED = {
         "one FSDP job and two LoRA jobs held 7 to 12% more; a dropout that the estimate left out explains 3% of it",
     ),
 }
-"""What published runs hold beyond the sum of all other items, by whether the job has a pipeline.
+"""What published runs hold in addition to the sum of all other items. The key says whether the job has a pipeline.
 
 Each entry has the share of that sum, the limit in bytes, the relative error and the source.
 """
@@ -95,7 +96,7 @@ class RankMemory:
     has_stand_ins: bool = False
     """Whether the trace assumes the kernels of a device that is not here.
 
-    It is always true for devices with a caching allocator.
+    It is true for each device with a caching allocator.
     """
 
 
@@ -106,11 +107,11 @@ def budget_items(
     *,
     has_pipeline: bool = False,
 ) -> tuple[BudgetItem, ...]:
-    """Return the parts of a device's memory at the peak; parts do not overlap.
+    """Return the parts of a device's memory at the peak, as items for the estimate. The parts do not overlap.
 
     ``optimizers`` has one entry per stage of the rank and gives the error and the master weights. ``outside`` are items outside
-    the allocator: context, library workspaces, communicators. On a GPU the last item is what published runs hold beyond all of
-    these.
+    the allocator: context, library workspaces, communicators. On a GPU the last item is what published runs hold in addition to
+    all of these.
     """
     classes, is_gpu = memory.classes, memory.allocator is not None
     exact = {
@@ -157,8 +158,8 @@ def has_caching_allocator(device: Device) -> bool:
 
 
 def tensor_room(device: Device, layout: Layout) -> int:
-    """Return the bytes that a device leaves for tensors, after the framework's memory and the unaccounted bytes of published
-    runs.
+    """Return the bytes that a device leaves for tensors: its memory minus the framework's memory, minus the bytes of published
+    runs that the items do not explain.
     """
     share, most_bytes = _UNACCOUNTED[layout.pp > 1][:2] if has_caching_allocator(device) else (0.0, 0)
     room = max(int(device.memory_bytes / (1 + share)), device.memory_bytes - most_bytes)
@@ -183,7 +184,9 @@ def _item(name: str, bytes_: int | None, relative_error: float, basis: Basis, no
 
 
 def _optimizer_items(state_bytes: int, optimizers: Sequence[OptimizerUse]) -> list[BudgetItem]:
-    """Return the items for optimizer state and for master weights. The state's item carries the notes about the optimizer."""
+    """Return an item for the optimizer's state and an item for master weights. The state's item carries the notes about the
+    optimizer.
+    """
     if not optimizers:
         return []
     master = sum(use.total_master_bytes for use in optimizers)
@@ -195,8 +198,8 @@ def _optimizer_items(state_bytes: int, optimizers: Sequence[OptimizerUse]) -> li
 
 
 def _allocator_items(memory: RankMemory) -> list[BudgetItem]:
-    """Return the items for bytes that the allocator holds beyond live tensors, at the moment when its reserved memory is
-    largest.
+    """Return items for the bytes that the caching allocator reserves but no live tensor uses, at the moment when the reserved
+    bytes are most.
     """
     use = memory.allocator
     if use is None:
@@ -232,8 +235,8 @@ _PCIE = f"{_NVLINK}; over PCIe 4 channels are assumed, and bytes grow with chann
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Figures:
-    """Known figures of one family of devices: the bytes of the context, and the number of NCCL's channels between devices of
-    one node.
+    """Known figures of one family of devices, as data: the bytes of a CUDA context, and the number of NCCL's channels between
+    devices of one node.
     """
 
     context_bytes: int
@@ -301,11 +304,11 @@ On a CPU, libraries use host memory like every program, and device memory is not
 
 
 def framework_items(device: Device, layout: Layout, token_bytes: int = 0) -> tuple[BudgetItem, ...]:
-    """Return what one training process holds on its device outside the tensors of a trace, as items.
+    """Return items for the memory that one training process holds on its device in addition to the tensors of a trace.
 
-    One item is the context, one the workspaces, and one each group that communicates; a CPU gets an empty tuple. The workspaces
-    of cuBLAS come from the caching allocator, so torch counts them as allocated; everything else is outside the allocator.
-    ``token_bytes`` is the size of a token that DeepEP sends, 0 without DeepEP.
+    There is one item for the context, one for the workspaces, and one for each group of ranks that communicates. A CPU gets an
+    empty tuple. The workspaces of cuBLAS come from the caching allocator, so torch counts them as allocated. The other items
+    are outside the allocator. ``token_bytes`` is the size of a token that DeepEP sends, or 0 without DeepEP.
 
     Example:
         >>> from plimsoll.planning.costing.devices import find_device
@@ -350,7 +353,7 @@ _DEEPEP = (
 
 
 def _deepep_buffers(ranks: int, token_bytes: int) -> BudgetItem:
-    """Return the item for DeepEP's receive buffers, over links and over the network.
+    """Return the item for the buffers that receive DeepEP's tokens, over links within a node and over the network.
 
     They have room for a number of tokens per channel and sender.
     """

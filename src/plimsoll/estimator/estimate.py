@@ -67,20 +67,20 @@ def estimate(
             one rank's part of the sequence.
         device: a name from the catalogue of devices.
         sequence: tokens per sample, before context parallelism splits them; by default the target's own.
-        precision: ``fp32``, ``bf16``, ``fp16``, ``bf16-mixed``, ``fp16-mixed`` or ``fsdp-bf16``; by default the
-            dtypes of the model itself.
+        precision: ``fp32``, ``bf16``, ``fp16``, ``bf16-mixed``, ``fp16-mixed`` or ``fsdp-bf16``; by default the dtypes of the
+            model itself.
         optimizer: a name (``"adamw"``, ``"adamw-8bit"``, ``"sgd"``, ``"adafactor"``, ``"muon"`` …), or ``"none"``.
         has_master_weights: whether the optimizer keeps a copy in float32 of weights that have a narrower dtype.
         layout: how the job is spread over ranks: ``"dp=8,tp=8,sp,pp=16,zero=1,schedule=1f1b,micro-batches=64"``; by default one
             rank. With ``"ranks=64,samples=512"`` the fastest layout of 64 ranks is chosen, and the micro-batch size if
             ``batch`` is not given; ``layouts`` of the result has the runners-up.
         strategy: ``none`` (the default without a budget), ``full``, ``every:k``, ``sqrt``, ``selective:…``, or ``auto``: the
-            fastest within ``budget`` (the default with a budget).
-        budget: bytes for the tensors of one rank, or ``"auto"``: the device's memory minus the framework's, minus the
-            bytes that published runs held unaccounted for, minus 8%.
+            fastest plan that fits within ``budget`` (the default with a budget).
+        budget: bytes for the tensors of one rank, or ``"auto"``: the device's memory minus the framework's, minus the bytes
+            that published runs held and that the other items do not explain, minus 8%.
         export: the framework whose own switches must keep within ``budget`` (by default ``"auto"``): ``megatron``,
             ``torchtitan`` or ``transformers``. Settings that offload are tried if the device has a link to its host. The
-            estimate is for the best setting; ``switches`` also lists its neighbours.
+            estimate is for the best setting; ``switches`` also lists the settings with the closest peaks.
         techniques: other things that the run does: ``"gradients=fp32,loss=fused,optimizer-in-backward"``
             (``docs/estimate.md``).
         loss: a function from the model's output to a scalar, for a model that does not return its loss.
@@ -145,8 +145,8 @@ def estimate(
 def _search(
     space: LayoutSpace | None, make: MakeJob, first: TraceRequest, batch: Any, setting: Setting, progress: Progress
 ) -> tuple[EstimateJob, tuple[LayoutChoice, ...]]:
-    """Return the job of the given layout, or of the fastest layout of a space. Also return the fastest layouts, if a space was
-    searched.
+    """Return the estimate's job, and the fastest layouts in order. The job is for the given layout, or for the fastest layout
+    of ``space``. Without a space the list of layouts is empty.
 
     A target that is a function or a model brings its own batch, which does not change from layout to layout.
     """
@@ -161,7 +161,7 @@ def _search(
 
 
 def _question(target: str | torch.nn.Module, setting: Setting, **sizes: Any) -> dict[str, Any] | None:
-    """Return everything that the answer depends on, except versions, as the key of the cache.
+    """Return the key of the cache: a mapping with everything that the estimate depends on, except the versions of libraries.
 
     Return ``None`` for a model or a function, which could do anything.
     """
@@ -172,13 +172,17 @@ def _question(target: str | torch.nn.Module, setting: Setting, **sizes: Any) -> 
 
 
 def _kept(question: dict[str, Any] | None) -> Estimate | None:
-    """Return the cached answer to the same question; its ``trace_seconds`` are 0, since nothing was traced now."""
+    """Return the estimate that the cache has for this question, or ``None``. Its ``trace_seconds`` are 0, since nothing was
+    traced now.
+    """
     kept = None if question is None else AnswerCache(Estimate).get(question)
     return None if kept is None else msgspec.structs.replace(kept, trace_seconds=0.0)
 
 
 def _keep(question: dict[str, Any] | None, found: Estimate) -> Estimate:
-    """Cache the estimate for the same question unless a plan in it timed out, and return it."""
+    """Store the estimate in the cache under this question, and return the estimate. An estimate with a plan whose search timed
+    out is not stored.
+    """
     statuses = {plan.status for stage in found.stages for plan in stage.plans}
     if question is not None and Status.TIMED_OUT not in statuses:
         AnswerCache(Estimate).put(question, found)
@@ -222,7 +226,9 @@ def _request(
     loss: Callable[[Any], torch.Tensor] | None,
     setting: Setting,
 ) -> TraceRequest:
-    """Return the request that says what to trace: one rank's step, with the layout's part of the model."""
+    """Return the request to trace one rank's step: which model, which batch, and which part of the model the layout gives a
+    rank.
+    """
     layout = setting.layout
     precision = None if setting.precision is None else setting.precision.traced
     request = TraceRequest(
@@ -251,7 +257,8 @@ def _traced(request: TraceRequest, layout: Layout, progress: Progress) -> Traced
 
 
 def _without_strategy(setting: Setting, framework: str, strategy: str | None) -> Setting:
-    """Return the setting for an estimate that chooses a framework's switches.
+    """Return the setting for an estimate that chooses among the switches of ``framework``. Its ``strategy`` is left to that
+    choice.
 
     Refuse ``strategy=``, because each setting of the switches is itself a strategy.
     """
@@ -272,7 +279,9 @@ def _given(
     loss: Callable[[Any], torch.Tensor] | None,
     precision: Precision | None,
 ) -> Target:
-    """Make a target of a model. Its batch is one rank's batch, so the length of the sequence cannot be chosen here."""
+    """Make a target (a model with its batch and loss) of a model that the caller passed. The batch is one rank's batch, so a
+    sequence length cannot be chosen here.
+    """
     from plimsoll.session.task import check_model, explained_loss
 
     check_model(model)
@@ -286,7 +295,7 @@ def _given(
 
 
 def _with_sizes(request: TraceRequest, batch: Any, sequence: int | None, layout: Layout) -> TraceRequest:
-    """Return the request with batch size and sequence length, for a target given by name.
+    """Return the request with its batch size and sequence length filled in, for a target that is given by name.
 
     The sequence is one rank's part of the whole sequence.
     """
@@ -319,7 +328,7 @@ def _share(sequence: int, layout: Layout) -> int:
 
 
 def _budget_bytes(budget: int | str | None, device: Device, layout: Layout) -> int | None:
-    """Return the budget for the tensors of one rank, in bytes.
+    """Return the budget for the tensors of one rank in bytes, or ``None`` without a budget.
 
     For ``auto`` it is what the device has left after everything else, minus a margin.
     """

@@ -49,7 +49,9 @@ from plimsoll.planning.what_if import peak_with_chunked_loss
 from plimsoll.units import format_bytes, format_seconds
 
 ROOFLINE_ERROR = 0.3
-"""The relative error of seconds that a roofline model predicts, for jobs unlike the published runs that it was tuned on."""
+"""The relative error of seconds that a roofline model predicts for jobs that differ from the published runs that the model was
+tuned on.
+"""
 _TUNED_ERRORS = {("A100", False): 0.15, ("H100", False): 0.12, ("A100", True): 0.17}
 """The relative error of the speed, by device family and whether there are tensor or pipeline ranks.
 
@@ -57,17 +59,17 @@ _TUNED_ERRORS = {("A100", False): 0.15, ("H100", False): 0.12, ("A100", True): 0
 these runs train dense text models in 16 bits.
 """
 _TUNED_MEMORY = {("A100", True): 0.09, ("H100", False): 0.12, ("H200", False): 0.12}
-"""The relative error of a rank's whole memory, by device family and whether there are pipeline ranks.
+"""The relative error of all memory of a rank, by device family and whether there are pipeline ranks.
 
 It is the largest error in the tuning half of the published runs, which also tuned the unaccounted bytes: pipelines in 16 bits
 on A100, FSDP with expandable segments on H100 and H200.
 """
 _WORTH_CHUNKING = 0.03
-"""A note mentions a chunked loss if it lowers the peak by more than this share."""
+"""If a chunked loss (the loss of a few tokens at a time) lowers the peak by more than this share, a note mentions it."""
 
 
 class EstimateJob:
-    """The estimate of one traced step under one setting, with the methods that compute its parts."""
+    """Computes the estimate of one traced step under one setting (device, layout, optimizer, strategy, budget)."""
 
     def __init__(self, setting: Setting, traced: TracedTarget, trace: Trace) -> None:
         self.setting = setting
@@ -105,8 +107,8 @@ class EstimateJob:
         )
 
     def measure(self, strategy: str, sending: Sending | None = None) -> SwitchFigures:
-        """Return the figures under a strategy: the most bytes that the tensors of a rank take, the step's seconds, and the most
-        bytes on the host.
+        """Estimate the step under another strategy. Return the most bytes that the tensors of a rank take, the step's seconds,
+        and the most bytes on the host.
 
         ``sending`` says which values a framework's switches offload.
         """
@@ -147,7 +149,7 @@ class EstimateJob:
 
     @cached_property
     def _ranks(self) -> list[list[StageOfRank]]:
-        """For each rank of the pipeline, from first to last, the list of the stages that it holds."""
+        """For each rank of the pipeline, from first to last: the list of the stages that this rank holds."""
         layout, setting = self.layout, self.setting
         counts = stage_counts(
             self.trace, layout, self.facts, lambda: roofline_costs(self.trace, setting.device, layout)
@@ -173,7 +175,8 @@ class EstimateJob:
         return [decide_rank(stages, setting, known) for stages in self._weighed(ranks)]
 
     def _weighed(self, ranks: list[Rank]) -> Iterator[list[StageOfRank]]:
-        """Yield the stages of each rank, each stage with its own ``in_flight``.
+        """Yield, for each rank, its stages with ``in_flight`` set: how many micro-batches of a stage wait for their backward at
+        one time.
 
         ``in_flight`` is the number of the stage's own micro-batches that hold as many bytes as the micro-batches of all the
         rank's stages together.
@@ -269,7 +272,8 @@ class EstimateJob:
         )
 
     def _allocator_use(self, rank: Rank, *, is_expandable: bool = False) -> AllocatorUse | None:
-        """Simulate the caching allocator over the step of the stage that has the rank's peak.
+        """Simulate the caching allocator over one step of the rank's stage with the highest peak. Return the memory that the
+        allocator reserves.
 
         Return ``None`` if the device is not a GPU.
         """
@@ -280,13 +284,17 @@ class EstimateJob:
         return simulate_allocator(events, AllocatorSettings(is_expandable=is_expandable))
 
     def _expandable_bytes(self, ranks: list[Rank], stages: tuple[StageEstimate, ...]) -> int | None:
-        """Return the bytes that the rank with the most memory would reserve with expandable segments."""
+        """Simulate the caching allocator with expandable segments for the rank with the most memory. Return the bytes that it
+        reserves, or ``None`` if the device is not a GPU.
+        """
         tightest = max(range(len(stages)), key=lambda position: stages[position].total_bytes)
         use = self._allocator_use(ranks[tightest], is_expandable=True)
         return None if use is None else use.reserved_peak_bytes
 
     def _seconds(self, rank: Rank) -> StageSeconds:
-        """Return the seconds of the rank by kind, added up over its stages."""
+        """Return the rank's seconds by kind of work, added up over the rank's stages. They are for one micro-batch, except the
+        exposed communication and the optimizer, which are for the whole step.
+        """
         each, overlaps = [stage.seconds for stage in rank.stages], [stage.overlap for stage in rank.stages]
         exposed = sum(self.layout.micro_batches * o.exposed_seconds + o.reduction_seconds for o in overlaps)
         return StageSeconds(
@@ -301,15 +309,15 @@ class EstimateJob:
         )
 
     def _peak_flops_per_second(self) -> float:
-        """Return the dense peak of one device for the model's mix of dtypes: all FLOPs divided by the seconds that they take at
-        each dtype's peak.
+        """Return the dense peak of one device in FLOPs per second, for the model's mix of dtypes. It is all FLOPs divided by
+        the seconds that they take if each runs at its own dtype's peak.
         """
         specs = [self.trace.specs[op.cost_key] for op in self.trace.ops]
         seconds = sum(spec.flops / peak_flops_per_second(spec, self.setting.device) for spec in specs)
         return sum(spec.flops for spec in specs) / seconds if seconds else 0.0
 
     def _throughput(self, step_seconds: float, model_flops: int) -> Throughput:
-        """Return the speed of the job.
+        """Return the speed of the job: samples and tokens per second, and MFU.
 
         ``model_flops`` are the FLOPs of one micro-batch on all ranks of one data-parallel replica.
         """
@@ -345,12 +353,14 @@ class EstimateJob:
         return self.setting.device.name.partition("-")[0]
 
     def _speed_error(self) -> float:
-        """Return the relative error of the speed. It is smaller if published runs of this kind were used for tuning."""
+        """Return the relative error of the speed: the error measured on published runs if the job is like them, otherwise the
+        error of a roofline.
+        """
         kind = (self._family, max(self.layout.tp, self.layout.pp) > 1)
         return _TUNED_ERRORS.get(kind, ROOFLINE_ERROR) if self._is_like_published else ROOFLINE_ERROR
 
     def _memory_error(self) -> float | None:
-        """Return the relative error of a rank's whole memory, as tuned on published runs of this kind.
+        """Return the relative error of all memory of a rank, as measured on published runs of this kind.
 
         Return ``None`` for other kinds of jobs.
         """
@@ -361,7 +371,7 @@ class EstimateJob:
         return _TUNED_MEMORY.get((self._family, layout.pp > 1))
 
     def _types(self) -> set[str]:
-        """Return the dtypes of the matrix products."""
+        """Return the names of the dtypes that the step's matrix products run in."""
         return {spec.dtype for spec in self.trace.specs.values() if spec.product is not None}
 
     def _published_mfu(self, tokens_per_second: float | None) -> float | None:
@@ -379,7 +389,7 @@ class EstimateJob:
         return flops * tokens_per_second / (self.layout.ranks * peak)
 
     def _notes(self, ranks: list[Rank], timeline: PipelineTimeline) -> list[str]:
-        """Return notes about facts that the figures alone do not show."""
+        """Return notes for the user about facts that the figures of the estimate do not show."""
         notes = []
         recompute = [sum(_recompute_seconds(rank, p) for p in range(len(rank.stages))) for rank in ranks]
         if self.layout.pp > 1 and max(recompute) > 0:
@@ -403,7 +413,7 @@ class EstimateJob:
 
 
 def _leaving_shards(setting: Setting) -> Setting | None:
-    """Return the setting with parameter shards, gradients and optimizer offloaded to the host.
+    """Return the same setting with parameter shards, their gradients and the optimizer on the host.
 
     Return ``None`` if that is impossible, or if the setting offloads something already.
     """
@@ -418,12 +428,14 @@ def _leaving_shards(setting: Setting) -> Setting | None:
 
 
 def _recompute_seconds(rank: Rank, position: int) -> float:
-    """Return the seconds that the plan of one stage adds to one micro-batch."""
+    """Return how many seconds longer one micro-batch of a stage takes under its plan than with everything kept."""
     return rank.decided[position].simulation.seconds - rank.stages[position].unmanaged.seconds
 
 
 def _optimizer_name(rank: Rank, setting: Setting) -> str:
-    """Return the optimizer's name and its form in words, and whether it has master weights."""
+    """Return text for the user: the optimizer's name, how its step runs (loop, multi-tensor or fused), and whether it has
+    master weights.
+    """
     uses = rank.optimizers
     if not uses:
         return "no optimizer"

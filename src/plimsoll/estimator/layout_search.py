@@ -1,9 +1,9 @@
 """Finds the fastest layout of a number of ranks for a number of samples per step within a budget, with the estimator.
 
 ``ranks=64,samples=512`` leaves the rest open: tensor, pipeline and expert parallelism, how much ZeRO shards, and the
-micro-batch. Each layout is estimated twice, with everything kept and with everything recomputed: the first bounds the speed of
-every plan, the second says whether a plan can fit. Plans are solved only for layouts that could be the fastest, the most
-promising first. The micro-batch of the fastest layouts is doubled as long as that makes a step faster.
+micro-batch. Each layout is estimated twice. The estimate with everything kept is an upper bound of the speed of all plans. The
+estimate with everything recomputed says whether any plan can fit. Plans are solved only for layouts that could be the fastest,
+the most promising first. The micro-batch of the fastest layouts is doubled as long as that makes a step faster.
 
 Known weakness: schedules are 1F1B, and context parallelism is off, unless they are given. The comparison depends on links and
 rates that may be off by 30%: the first few layouts of the list are each worth a try.
@@ -118,7 +118,8 @@ def _is_possible(layout: Layout, facts: ModelFacts) -> bool:
 
 @dataclass(slots=True)
 class _Tried:
-    """One layout that was tried: its job, its peak and seconds, and the lowest peak that it can reach (``floor_bytes``).
+    """One layout that was tried, as data: its job, its peak and seconds, and the lowest peak that any plan for it reaches
+    (``floor_bytes``).
 
     Peak and seconds are those with everything kept, until a plan is solved.
     """
@@ -151,7 +152,9 @@ class _Tried:
 
 
 class LayoutSearch:
-    """Searches for the fastest layout. ``make`` is a function that makes the job of a layout and a micro-batch."""
+    """Searches for the fastest layout. ``make`` is a function that makes the estimate's job for a layout and a micro-batch
+    size.
+    """
 
     def __init__(self, space: LayoutSpace, make: MakeJob, strategy: str, facts: ModelFacts) -> None:
         self._space = space
@@ -165,7 +168,7 @@ class LayoutSearch:
     def run(self, batch: int | None, tell: Progress = silent) -> tuple[EstimateJob, tuple[LayoutChoice, ...]]:
         """Return the job of the fastest layout that fits, and a list of the fastest layouts.
 
-        If nothing fits, both are about the layouts with the lowest peak.
+        If no layout fits, return the job and the list for the layouts with the lowest peak.
 
         Raises:
             InvalidLayout: the model's sizes do not allow any layout of the space.
@@ -225,7 +228,9 @@ class LayoutSearch:
         return self._try(msgspec.structs.replace(layout, micro_batches=count), batch)
 
     def _settle(self, tried: list[_Tried]) -> None:
-        """Solve plans for layouts that need a plan and could be the fastest, ordered by the speed that they could reach."""
+        """Solve a plan for each layout that does not fit without one and could be the fastest. Layouts are taken in order of
+        the speed that they would reach with everything kept.
+        """
         for each in sorted(tried, key=lambda each: each.seconds):
             if each.does_fit:
                 self._settled.append(each)

@@ -1,10 +1,11 @@
 """Finds the best setting of a framework's own switches for activation checkpointing within a budget, with the estimator.
 
-A framework offers few choices: checkpoint no layer, all, some, or some modules of all, and which of these go to the host. Each
-setting corresponds to one of our strategies and a set of values that it offloads (``planning/sending``), and is simulated like
-any other strategy. The fastest setting within the budget is chosen, or the setting with the lowest peak if none fits. Settings
-form rows along which peaks fall and time grows, so bisection finds the first that fits. A row of settings that offload more and
-more is skipped if it is already too slow without offloading.
+A framework offers few settings: it checkpoints no layer, all layers, some layers, or some modules of all layers, and may
+offload some of these. Each setting corresponds to one of our strategies and a set of values that it offloads
+(``planning/sending``), and is simulated like any other strategy. The fastest setting within the budget is chosen, or the
+setting with the lowest peak if none fits. Settings form rows: lists where the peak falls and the time grows from one setting to
+the next. So bisection finds the first setting of a row that fits. A row of settings that offload more and more is skipped if it
+is already too slow without offloading.
 
 Known weakness: a framework reruns everything that it checkpoints; our simulation reruns only what backward needs.
 """
@@ -36,7 +37,7 @@ class SwitchFigures:
 
 
 def lowering_notes(device: Device, framework: str | None) -> tuple[str, ...]:
-    """Return notes about switches of a framework that were not tried on this device."""
+    """Return notes for the user that name the switches of a framework that were not tried on this device, and the reason."""
     if framework is None or device.host_link_bytes_per_second:
         return ()
     return (
@@ -45,7 +46,7 @@ def lowering_notes(device: Device, framework: str | None) -> tuple[str, ...]:
 
 
 def check_framework(framework: str, how: Techniques) -> None:
-    """Refuse an unknown framework, and techniques that contradict its switches because the switches set the same thing.
+    """Raise an error for an unknown framework, and for techniques that set the same thing as the framework's switches.
 
     Raises:
         InvalidOption: the framework is unknown, or ``how`` offloads activations.
@@ -65,7 +66,7 @@ def check_framework(framework: str, how: Techniques) -> None:
 
 
 class _Search:
-    """Simulates settings of the switches, each only once, and remembers their figures."""
+    """Simulates settings of the switches and remembers their figures, so that each setting is simulated only once."""
 
     def __init__(self, budget_bytes: int, measure: Callable[[SwitchValues], SwitchFigures]) -> None:
         self.budget_bytes, self.measure = budget_bytes, measure
@@ -91,12 +92,13 @@ class _Search:
 
     @property
     def fastest_seconds(self) -> float:
-        """The step time of the fastest setting so far that fits the budget; infinite if none fits."""
+        """The step time of the fastest setting so far that fits the budget. It is infinite if no setting fits."""
         found = (each.step_seconds for _, each in self.known.values() if each.peak_bytes <= self.budget_bytes)
         return min(found, default=float("inf"))
 
     def search(self, row: Row) -> None:
-        """Find the first setting of a row that fits the budget, and the setting before it.
+        """Simulate settings of a row until the first that fits the budget is found. The setting just before that one is
+        simulated too.
 
         A row is a list of settings with falling peaks.
         """
@@ -119,9 +121,10 @@ class _Search:
 def lower(
     framework: str, model: SwitchedModel, budget_bytes: int, measure: Callable[[SwitchValues], SwitchFigures]
 ) -> tuple[SwitchValues, tuple[SwitchSetting, ...]]:
-    """Choose the fastest setting within the budget.
+    """Choose the fastest setting of a framework's switches within the budget, or the setting with the lowest peak if none fits.
 
-    Return it, and a list of figures: its own, then the figures of the settings with the closest peaks.
+    Return the chosen setting and a tuple of figures: first the figures of the chosen setting, then the figures of the settings
+    with the closest peaks.
 
     Args:
         framework: one of ``FRAMEWORKS``.
@@ -141,6 +144,8 @@ def lower(
 
 
 def _cost(found: tuple[SwitchValues, SwitchSetting]) -> tuple[float, int, int]:
-    """Return a sort key: the least time first, then the fewest switches, then the least memory on the host."""
+    """Return a sort key of a setting. Settings are compared by step time, then by the number of switches, then by memory on the
+    host.
+    """
     setting = found[1]
     return (round(setting.step_seconds / _TIES) * _TIES, len(setting.values), setting.host_bytes)

@@ -19,7 +19,7 @@ _NEWTON_SCHULZ_STEPS = 5
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """One parameter as its optimizer sees it: in float32 if the parameter has a master copy."""
+    """One parameter as its optimizer sees it, as data. A parameter with a master copy counts in float32."""
 
     name: str
     shape: tuple[int, ...]
@@ -37,11 +37,13 @@ class Tensor:
 
     @property
     def factor_bytes(self) -> int:
-        """The bytes of Adafactor's row means and column means for this parameter; 0 for a vector."""
+        """The bytes of Adafactor's row means and column means for this parameter. They are 0 for a vector."""
         return _BYTES["row means"](self) + _BYTES["column means"](self)
 
     def means_bytes(self, *shape: int) -> int:
-        """Return the bytes of a mean for each index of the dimensions ``shape``; 0 for a vector."""
+        """Return the bytes of a tensor of means, with one mean for each index of the dimensions ``shape``. They are 0 for a
+        vector.
+        """
         return prod(shape) * self.item_bytes if len(self.shape) > 1 else 0
 
 
@@ -56,7 +58,8 @@ _BYTES: dict[str, Callable[[Tensor], int]] = {
     "Gram matrix": lambda each: min(each.shape) ** 2 * _BF16_BYTES,
     "Gram update": lambda each: min(each.shape) ** 2 * _BF16_BYTES,
 }
-"""For the name of each result of a step, a function from the parameter to the result's bytes.
+"""A mapping from the name of a result of a step to a function. The function takes a parameter and returns the bytes of that
+result for it.
 
 A result without an entry is as large as the parameter. A result of 0 bytes is not made.
 """
@@ -64,7 +67,8 @@ A result without an entry is as large as the parameter. A result of 0 bytes is n
 
 @dataclass(frozen=True, slots=True)
 class OptimizerStep:
-    """One form (loop, multi-tensor or fused) of an optimizer's step, as data.
+    """One form (loop, multi-tensor or fused) of an optimizer's step, as data: the tensors that it makes, in order, and its
+    work.
 
     Args:
         passes: how often the bytes of a parameter are read or written, in total.
@@ -111,7 +115,7 @@ class StepLedger:
 
     @property
     def temporaries(self) -> tuple[Temporary, ...]:
-        """The tensors that are alive at the peak."""
+        """The tensors that are alive at the moment when the step's results take the most bytes."""
         return tuple(Temporary(label=label, bytes=size) for label, sizes in self.highest for size in sizes)
 
     def run(self, step: OptimizerStep, parameters: Sequence[Tensor], form: StepForm) -> StepLedger:
@@ -163,7 +167,8 @@ def _same(step: OptimizerStep) -> dict[StepForm, OptimizerStep]:
 
 
 def _adam(*, decay: int) -> dict[StepForm, OptimizerStep]:
-    """Return the step of Adam in each form. ``decay`` is 1 for AdamW, which also runs ``param.mul_``, and 0 for Adam.
+    """Return a mapping from each form (loop, multi-tensor, fused) to Adam's step in that form. ``decay`` is 1 for AdamW, which
+    also runs ``param.mul_``, and 0 for Adam.
 
     Ops: lerp, mul, addcmul, then sqrt, div, add, addcdiv.
     """

@@ -33,8 +33,8 @@ _EMBEDDING_OR_HEAD = re.compile(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Recipe:
-    """How one optimizer is counted: the size of its state per parameter, its step in each form, and how its figures were
-    checked.
+    """How the figures of one optimizer are computed: the bytes of its state per parameter, what its step does in each form
+    (loop, multi-tensor, fused), and how these figures were checked.
     """
 
     name: str
@@ -178,13 +178,17 @@ def _form(recipe: _Recipe, form: StepForm | None) -> StepForm:
 
 
 def _master_bytes(parameter: TraceParameter) -> int:
-    """Return the bytes of a float32 copy of the parameter. It is 0 if the parameter itself is in float32 or wider."""
+    """Return the bytes of a float32 copy (master weight) of the parameter. They are 0 if the parameter itself is in float32 or
+    wider.
+    """
     bytes_ = prod(parameter.shape) * _MASTER_ITEM_BYTES
     return bytes_ if parameter.bytes < bytes_ else 0
 
 
 def _parts(recipe: _Recipe, tensors: Sequence[Tensor]) -> list[tuple[_Recipe, list[Tensor]]]:
-    """Split the parameters by the optimizer that updates them: Muon leaves everything but hidden matrices to AdamW."""
+    """Split the parameters by the optimizer that updates them. Muon updates only hidden matrices itself, and AdamW updates the
+    rest.
+    """
     if not recipe.leaves_rest_to:
         return [(recipe, list(tensors))]
     matrices = [each for each in tensors if _is_hidden_matrix(each)]
@@ -206,7 +210,7 @@ def _casts(masters: dict[str, int], form: StepForm) -> tuple[Temporary, ...]:
 
 
 def _reliability(recipe: _Recipe, casts: Sequence[Temporary], held_bytes: int) -> tuple[Basis, float]:
-    """Return the basis and the relative error of the figures.
+    """Return where the figures come from (basis) and their relative error.
 
     That mixed-precision optimizers cast all gradients at once is only a convention; the error covers optimizers that do not.
     """
@@ -227,7 +231,7 @@ def _notes(recipe: _Recipe, tensors: Sequence[Tensor]) -> tuple[str, ...]:
 
 
 def _two_in_8bit(tensor: Tensor) -> int:
-    """Return the bytes of two states in 8 bits: one byte per element, and a float32 maximum per block.
+    """Return the bytes of two optimizer states of a parameter in 8 bits: one byte per element, and a float32 maximum per block.
 
     Small tensors stay in float32.
     """
@@ -245,7 +249,8 @@ _8BIT_NOTES = (
 
 
 def _two_by_torchao(bits: int, block: int) -> Callable[[Tensor], int]:
-    """Return a function that gives the bytes of two states: codes of ``bits`` bits, and a float32 scale per block.
+    """Return a function from a parameter to the bytes of its two optimizer states in torchao: codes of ``bits`` bits, and a
+    float32 scale per block.
 
     Small or indivisible tensors keep the parameter's dtype.
     """

@@ -1,4 +1,4 @@
-"""Decides what every rank of a pipeline keeps and recomputes; the result has the rank's memory and time.
+"""Decides what each rank of a pipeline keeps and recomputes. The result has the rank's memory and time.
 
 A rank of an interleaved pipeline holds several stages. Each stage is planned separately, with the lasting bytes of the other
 stages taken off the budget. Its ``in_flight`` counts its own micro-batches, as many as hold the bytes that the micro-batches of
@@ -41,7 +41,9 @@ KnownChoices = dict[Hashable, ChoiceSet]
 
 @dataclass(frozen=True, slots=True)
 class Decided:
-    """A stage under its strategy, as data: the simulated step, and the plan if one was solved."""
+    """The simulated step of one stage under a strategy, as data. ``plan`` is the plan if the strategy is ``auto`` and a plan
+    was solved.
+    """
 
     simulation: Simulation
     plan: Plan | None = None
@@ -59,9 +61,9 @@ class StageOfRank:
         self.in_flight = in_flight
 
     def waiting_with(self, in_flight: int) -> StageOfRank:
-        """Return the same stage with another number of micro-batches in flight.
+        """Return the same stage with ``in_flight`` micro-batches in flight (between forward and backward).
 
-        It shares the trace and other parts that do not change.
+        The new stage shares the trace and the other parts that do not depend on this number.
         """
         other = StageOfRank(self.setting, self.stage, in_flight)
         alike = ("optimizer", "trace", "costs", "seconds", "overlap")
@@ -70,7 +72,9 @@ class StageOfRank:
 
     @cached_property
     def optimizer(self) -> OptimizerUse | None:
-        """The memory and the work of the optimizer for this rank's parameters; ``None`` without an optimizer."""
+        """The memory that the optimizer needs for this rank's parameters and the work of its step, or ``None`` without an
+        optimizer.
+        """
         return optimizer_of(self.setting, rank_parameters(self.stage.trace, self.setting.layout, self.setting.held))
 
     @cached_property
@@ -86,12 +90,12 @@ class StageOfRank:
 
     @cached_property
     def costs(self) -> Costs:
-        """The seconds of each of the trace's ops on the device."""
+        """For each op of the trace, the seconds that a roofline model predicts on the device."""
         return roofline_costs(self.trace, self.setting.device, self.setting.layout)
 
     @cached_property
     def index(self) -> StepIndex:
-        """The step in the form that the planner reads, with the micro-batches that wait for their backward."""
+        """The step in the form that the planner reads. It counts the micro-batches that wait for their backward."""
         return self._indexed()
 
     def _indexed(self) -> StepIndex:
@@ -100,33 +104,39 @@ class StageOfRank:
 
     @cached_property
     def sending_index(self) -> StepIndex:
-        """Like ``index``, but values may go to the host, for settings whose framework switches offload."""
+        """The step as in ``index``, but with values that may be offloaded to the host. It is used for settings whose framework
+        switches offload.
+        """
         forms = host_forms_of_switches(self.trace, self.setting.device)
         return StepIndex(self.trace, self.costs, forms, in_flight=self.in_flight)
 
     @cached_property
     def unmanaged(self) -> Simulation:
-        """The simulated step that keeps everything."""
+        """The simulation of the step if all values are kept."""
         return run_choices(self.index, self._named_choices(self.index, NOTHING))
 
     @cached_property
     def recomputed(self) -> Simulation:
-        """The simulated step that keeps only the inputs of its regions."""
+        """The simulation of the step if only the inputs of its regions (managed module calls) are kept."""
         return run_choices(self.index, choose_full(self.index, ""))
 
     @cached_property
     def seconds(self) -> RankSeconds:
-        """The seconds of one micro-batch without recomputation, by kind."""
+        """The seconds that one micro-batch takes without recomputation, by kind of work."""
         return measure_rank(self.trace, self.costs)
 
     @cached_property
     def overlap(self) -> OverlappedSeconds:
-        """The seconds of one micro-batch together with data-parallel collectives, which wait for compute and delay it."""
+        """The seconds of one micro-batch and of the data-parallel collectives. The collectives run at the same time as compute,
+        wait for it and delay it.
+        """
         return overlapped_seconds(self.trace, self.costs, gathers_late=self.setting.how.comm_overlap)
 
     @cached_property
     def host_bytes(self) -> int:
-        """The bytes that this rank holds on the host all the time: optimizer state, and shards with their gradients."""
+        """The bytes that this rank holds on the host during the whole step: optimizer state, and parameter shards with their
+        gradients.
+        """
         how, held, use = self.setting.how, self.setting.held, self.optimizer
         state_bytes = use.host_state_bytes if use is not None and "optimizer" in how.on_host else 0
         if not held.on_host:
@@ -137,7 +147,9 @@ class StageOfRank:
 
     @property
     def lasting_classes(self) -> Counter[str]:
-        """A mapping from category (parameters, gradients, optimizer state) to the bytes that are held all the time."""
+        """A mapping from category (parameters, gradients, optimizer state) to the bytes of that category that the stage holds
+        during the whole step.
+        """
         classes: Counter[str] = Counter()
         for storage in self.index.lasting:
             classes[storage.category.value] += storage.bytes
@@ -146,8 +158,9 @@ class StageOfRank:
     def decide(self, setting: Setting, budget_bytes: int | None, known: KnownChoices) -> Decided:
         """Simulate the stage under a setting's strategy, and solve a plan if the strategy is ``auto``.
 
-        The rest of the setting must equal the stage's own setting. If the budget cannot be met, the result has the smallest
-        reachable peak. ``known`` holds choices for regions of other stages; this stage's choices are added.
+        Apart from the strategy, ``setting`` must equal the stage's own setting. If the budget cannot be met, the result has the
+        smallest reachable peak. ``known`` remembers the possible choices (what a region keeps, recomputes or offloads) of
+        regions that were seen in other stages. Those of this stage are added to it.
 
         Raises:
             InvalidStrategy: the strategy does not exist.
@@ -172,7 +185,8 @@ class StageOfRank:
         return Decided(run_choices(planner.index, choices_of(planner.index, plan.regions)), plan)
 
     def _named_choices(self, index: StepIndex, strategy: str) -> tuple[Choice, ...]:
-        """Return the choices of a strategy for each region.
+        """Return the decisions of a named strategy: for each region, the choice of values that are kept, recomputed or
+        offloaded.
 
         If blocks run in fused kernels, values that these kernels do not save are dropped.
         """
@@ -188,7 +202,7 @@ class StageOfRank:
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """One pipeline rank, as data: its stages, and what was decided for each.
+    """One pipeline rank, as data: its stages, and for each stage the simulated step and plan that were decided.
 
     ``tightest`` is the position of the stage whose step has the rank's peak.
     """
@@ -231,7 +245,7 @@ class Rank:
         return 1 / self.stages[self.tightest].in_flight if len(self.stages) > 1 else 0.0
 
     def lasting_beside(self, position: int) -> int:
-        """Return the bytes that the rank's other stages hold all the time."""
+        """Return the bytes that the rank's other stages (all but the one at ``position``) hold during the whole step."""
         return sum(stage.index.lasting_bytes for other, stage in enumerate(self.stages) if other != position)
 
     @property
@@ -240,7 +254,9 @@ class Rank:
         return [stage.optimizer for stage in self.stages if stage.optimizer is not None]
 
     def lasting_events(self) -> list[AllocationEvent]:
-        """Return the tensors that the other stages hold all the time, as allocation events. The tightest stage is left out."""
+        """Return allocation events for the tensors that the other stages hold during the whole step. The tightest stage (whose
+        step has the peak) is left out.
+        """
         others = [stage for position, stage in enumerate(self.stages) if position != self.tightest]
         storages = [storage for stage in others for storage in stage.index.lasting if storage.bytes]
         return [
@@ -261,7 +277,7 @@ class Rank:
 
 
 def decide_rank(stages: Sequence[StageOfRank], setting: Setting, known: KnownChoices) -> Rank:
-    """Decide what every stage of a rank keeps and recomputes, under the setting's strategy.
+    """Decide what each stage of a rank keeps and recomputes, under the setting's strategy.
 
     Each stage's budget is the rank's budget less the bytes that the other stages hold all the time.
     """

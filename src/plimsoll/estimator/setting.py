@@ -18,12 +18,15 @@ from plimsoll.planning.sending import Sending
 from plimsoll.planning.strategies import uses_link
 
 AUTO, NOTHING, EVERYTHING = "auto", "none", "full"
-"""The strategies that this package treats specially: solve a plan, keep everything, recompute everything."""
+"""Names of the strategies that this package treats specially. ``AUTO`` solves a plan, ``NOTHING`` recomputes nothing and keeps
+everything, ``EVERYTHING`` recomputes everything.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What an estimate is asked for, apart from the model and its micro-batch, as data.
+    """What an estimate is asked for, as data: device, layout, optimizer, strategy, budget and techniques. The model and its
+    micro-batch are not part of it.
 
     ``optimizer`` is ``None`` for a job without an optimizer.
     """
@@ -37,14 +40,16 @@ class Setting:
     precision: Precision | None = None
     how: Techniques = field(default_factory=Techniques)
     sending: Sending | None = None
-    """Which values a framework's own switches offload, out of the values that ``strategy`` keeps.
+    """Which of the values that ``strategy`` keeps a framework's own switches offload to the host.
 
-    ``None`` if there is not such a switch.
+    ``None`` if no such switch is set.
     """
 
     @property
     def held(self) -> HeldTypes:
-        """Which tensors a rank holds or reduces in another dtype than the dtype that the model computes in."""
+        """Return which tensors (parameters, gradients) a rank holds or reduces in another dtype than the dtype that the model
+        computes in.
+        """
         on_host = "parameters" in self.how.on_host
         if self.precision is Precision.FSDP_BF16:
             return HeldTypes(shards=True, reduced=self.how.reduce != "bf16", gradients=True, on_host=on_host)
@@ -65,7 +70,9 @@ class Setting:
 
 
 def optimizer_of(setting: Setting, parameters: Sequence[TraceParameter]) -> OptimizerUse | None:
-    """Return the memory and the work of the setting's optimizer for one rank's parameters; ``None`` without an optimizer."""
+    """Return the memory that the setting's optimizer needs for one rank's parameters and the work of its step, or ``None``
+    without an optimizer.
+    """
     if setting.optimizer is None:
         return None
     is_early = setting.how.optimizer_in_backward
@@ -88,7 +95,7 @@ def optimizer_of(setting: Setting, parameters: Sequence[TraceParameter]) -> Opti
 
 
 def _on_host(use: OptimizerUse, parameters: Sequence[TraceParameter], held: HeldTypes) -> OptimizerUse:
-    """Return the optimizer with its state on the host, which runs the optimizer's step.
+    """Return the same optimizer, but with its state on the host, where its step then runs.
 
     Gradients are sent to the host, and weights come back.
     """

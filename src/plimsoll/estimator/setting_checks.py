@@ -142,7 +142,9 @@ def _check_fp8(setting: Setting) -> None:
 
 
 def _check_megatron(setting: Setting) -> None:
-    """Refuse techniques without an effect in this setting, or that contradict each other."""
+    """Raise an error for techniques that do not change anything in this setting, and for techniques that contradict each
+    other.
+    """
     how, layout, found = setting.how, setting.layout, ("", "", "")
     if how.megatron and how.compile:
         found = (

@@ -1,6 +1,8 @@
-"""The settings of frameworks' own switches for activation checkpointing and offloading, each with its equivalent here.
+"""The settings of frameworks' own switches for activation checkpointing and offloading. Each comes with the strategy of
+Plimsoll that has the same effect.
 
-Settings are grouped in rows: along a row peaks fall and time grows, except in rows of Megatron's ``uniform`` method.
+Settings are grouped in rows, which are lists in order. From one setting of a row to the next the peak falls and the time grows.
+Only rows of Megatron's ``uniform`` method are not ordered.
 """
 
 from __future__ import annotations
@@ -20,10 +22,10 @@ _PARAMETERS = "parameters"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SwitchValues:
-    """One setting of a framework's switches, and its equivalent here.
+    """One setting of a framework's switches, as data, and what it corresponds to in Plimsoll.
 
-    The equivalent is a strategy, the values that are offloaded out of those it keeps (``sending``), and ``on_host``: the words
-    of the technique ``offload=``.
+    ``values`` are the switches themselves. ``strategy`` says what is kept and recomputed. ``sending`` says which kept values
+    are offloaded. ``on_host`` has the words of the technique ``offload=`` (what is held on the host).
     """
 
     strategy: str
@@ -33,14 +35,14 @@ class SwitchValues:
 
     @property
     def key(self) -> tuple[str, Sending | None, str]:
-        """Two settings with equal keys have the same simulation."""
+        """A key that is equal for two settings with the same simulation."""
         return self.strategy, self.sending, self.on_host
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SwitchedModel:
-    """What settings depend on, as data: the number of layers of the longest stage, the kinds of modules, and what may be
-    offloaded.
+    """The properties of a model that decide which settings exist, as data: the number of layers of the longest stage, the kinds
+    of modules, and what may be offloaded.
     """
 
     layers: int
@@ -55,7 +57,7 @@ class SwitchedModel:
 
     @staticmethod
     def of(trace: Trace, *, stages: int, has_host_link: bool, may_leave_shards: bool) -> SwitchedModel:
-        """Return these properties of a traced model."""
+        """Read these properties from a trace of the model."""
 
         def has(pattern: str) -> list[bool]:
             names = ([value.name for value in call.graph.values] for call in trace.regions)
@@ -88,8 +90,8 @@ def _megatron(model: SwitchedModel) -> Iterator[Row]:
 
 
 def _megatron_selections(model: SwitchedModel) -> Iterator[SwitchValues]:
-    """Yield the setting without recomputed modules, and then a setting for each combination of recomputed modules that this
-    model has.
+    """Yield one setting for each combination of modules that this model has and that Megatron-Core can recompute. The first
+    setting recomputes none.
     """
     yield SwitchValues(strategy="none", values={"recompute_granularity": None})
     wide = ["core_attn", "layernorm", *(["mla_up_proj"] if model.has_compressed_keys else [])]
@@ -140,7 +142,7 @@ def _modules_again(setting: SwitchValues) -> list[str]:
 
 
 def _go_together(again: frozenset[str], sent: frozenset[str]) -> bool:
-    """Whether Megatron-Core accepts to recompute the modules ``again`` and to offload the modules ``sent``.
+    """Whether Megatron-Core accepts a setting that recomputes the modules ``again`` and offloads the modules ``sent``.
 
     Recomputed tensors are not saved, so they cannot be offloaded.
     """
@@ -192,7 +194,7 @@ FRAMEWORKS: dict[str, Callable[[SwitchedModel], Iterator[Row]]] = {
     "torchtitan": _torchtitan,
     "transformers": _transformers,
 }
-"""For each framework, a function that yields rows of settings.
+"""For each framework, a function that yields rows (ordered lists) of settings for its switches.
 
-Along a row peaks fall and time grows, except in rows of ``uniform``.
+From one setting of a row to the next the peak falls and the time grows, except in rows of ``uniform``.
 """

@@ -71,7 +71,7 @@ def with_techniques(
 
 
 def _with_documents(trace: Trace, tokens: int, sequence: int | None) -> Trace:
-    """Return the step with several documents in one sample.
+    """Return the step for samples that each contain several documents.
 
     Fused attention then runs within each document, as kernels for varying lengths do.
     """
@@ -90,7 +90,7 @@ def _with_documents(trace: Trace, tokens: int, sequence: int | None) -> Trace:
 
 
 class _Fp8(NamedTuple):
-    """One way to compute in fp8, as data.
+    """One way to compute matrix products in fp8, as data.
 
     ``reads`` is how often a cast reads the tensor. ``bytes`` is the size of an element, including scales. ``is_held`` says
     whether the fp8 copies are held for backward.
@@ -181,7 +181,7 @@ def _with_fp8(trace: Trace, how: Techniques, *, reads_both_ways: bool) -> Trace:
 
 
 def _hold_weights(edit: Edit, held_bytes: dict[str, int], *, is_alone: bool) -> None:
-    """Add the fp8 weights to the trace, in addition to the 16-bit weights.
+    """Add storages for the fp8 weights to the trace. They are held in addition to the 16-bit weights.
 
     With ``is_alone`` they replace the 16-bit weights.
     """
@@ -326,13 +326,15 @@ def _as_megatron_saves(trace: Trace) -> Trace:
 
 
 def _of_megatron(spec: OpSpec) -> OpSpec:
-    """Return the op's spec (name, FLOPs, bytes) with attention renamed to cuDNN's kernel, which Transformer Engine uses."""
+    """Return the op's spec (name, FLOPs, bytes). If the op is attention, rename it to cuDNN's kernel, which Transformer Engine
+    uses.
+    """
     return replace(spec, name=spec.name.replace("flash_attention", "cudnn_attention"))
 
 
 def _gather_again(edit: Edit, call: RegionCall, value: Value, part: float) -> None:
-    """Shorten the time for that a gathered value is held whole: to the end of its last read in forward, and in backward from a
-    second gather on.
+    """Shorten the time during which a gathered value is held whole. It is then held to the end of its last read in forward, and
+    in backward from a second gather on.
     """
     wide, graph = edit.trace.storages[value.storage], call.graph
     rest = wide.bytes - int(part * wide.bytes)
@@ -462,8 +464,8 @@ def _with_compiled_blocks(trace: Trace) -> Trace:
 
 
 def _held_storages(trace: Trace) -> set[int]:
-    """Return the ids of storages that must stay although ops are fused: what blocks save, return or receive, and gradients of
-    parameters.
+    """Return the ids of storages that stay in memory although ops are fused: what blocks save, return or receive, and the
+    gradients of parameters.
     """
     held = {storage.id for storage in trace.storages if storage.category is Category.GRADIENT}
     for call in trace.regions:
@@ -475,8 +477,8 @@ def _held_storages(trace: Trace) -> set[int]:
 
 
 def _kernels(trace: Trace) -> Iterator[tuple[int, int]]:
-    """Yield pairs of ticks (positions of ops) between which the ops run as one kernel: the first op's, and the tick after the
-    last op's.
+    """Find runs of neighbouring ops that become one kernel. Yield for each run two ticks (positions of ops): the tick of the
+    first op, and the tick after the last op.
 
     The ops of a kernel are in one block and phase. A kernel of a single op is not yielded.
     """

@@ -51,7 +51,7 @@ _SUFFIX = ".trace"
 _KEY = re.compile(r"[0-9a-f]{16,}")
 _FAST = 1
 _ABANDONED_SECONDS = 3600.0
-"""A temporary file that is older than this belongs to a process that died while it wrote the file."""
+"""A temporary file older than this many seconds belongs to a process that died while it wrote the file."""
 
 
 class TracedTarget(msgspec.Struct, frozen=True, kw_only=True):
@@ -159,9 +159,10 @@ def cache_directory(environment: Mapping[str, str] | None = None) -> Path:
 
 
 class FileCache:
-    """A directory that stores byte strings, each in a file named after its key.
+    """A directory that stores byte strings by key. Each byte string is in a file of its own that is named after the key.
 
-    The directory is created for the first answer. If its files exceed ``most_bytes``, the least recently used are removed.
+    The directory is created when the first byte string is stored. If all files together have more than ``most_bytes``, the
+    least recently used are removed.
 
     Example:
         >>> import tempfile
@@ -216,7 +217,9 @@ class FileCache:
         return self._directory / f"{key}{_SUFFIX}"
 
     def _shrink(self, keep: Path) -> None:
-        """Remove the least recently used files until the rest fits; never remove ``keep``, which was just written."""
+        """Remove the least recently used files until the directory is within its limit. The file ``keep``, which was just
+        written, is never removed.
+        """
         total_bytes = 0
         for _, size_bytes, path in sorted(self._files(), reverse=True):
             total_bytes += size_bytes
@@ -225,7 +228,9 @@ class FileCache:
                     path.unlink()
 
     def _files(self) -> Iterator[tuple[float, int, Path]]:
-        """Yield time of last use, size and path of each file. Partial files of processes that died are removed."""
+        """Yield for each file the time of its last use, its size in bytes and its path. Partial files of processes that died
+        are removed.
+        """
         for entry in os.scandir(self._directory):
             try:
                 status = entry.stat()
@@ -238,7 +243,7 @@ class FileCache:
 
 
 def _checked(content: bytes) -> bytes | None:
-    """Return the payload of a cache file; ``None`` if the file is damaged or not from this cache."""
+    """Return the payload of a cache file, or ``None`` if the file is damaged or was not written by this cache."""
     start = len(_MAGIC) + _DIGEST_BYTES
     if len(content) < start or not content.startswith(_MAGIC):
         return None

@@ -46,7 +46,8 @@ Seen in DeepSpeed 0.19.
 
 
 def calling(kind: type) -> Iterator[Any]:
-    """Yield the objects of a class whose methods are running in the call stack, the nearest caller first.
+    """Yield the objects of class ``kind`` whose methods are running now in the call stack, the nearest caller first. Hooks use
+    it to find their trainer.
 
     Some frameworks pass their hooks everything except the trainer.
     """
@@ -98,7 +99,7 @@ class Framework:
 
 
 def _line(version: str) -> tuple[int, int]:
-    """Return the part of a version that changes with the interface: the major version, and before 1.0 also the minor
+    """Return the part of a version that changes when the interface changes: the major version, and before 1.0 also the minor
     version.
     """
     major, minor = version.split(".")[:2]
@@ -196,7 +197,7 @@ class BudgetedTraining:
         self.is_at_work, self._has_told = True, False
 
     def _budget_beside(self) -> int:
-        """Return the budget minus the bytes of the other models."""
+        """Return the budget in bytes minus the bytes of the other models on the device."""
         budget_bytes = parse_bytes(self._budget)
         if budget_bytes > self._beside_bytes:
             return budget_bytes - self._beside_bytes
@@ -207,8 +208,8 @@ class BudgetedTraining:
         )
 
     def name_beside(self, error: BudgetBelowFloor) -> None:
-        """Add to an error that other models take bytes on top of the floor (the smallest reachable peak) that the error
-        names.
+        """Add a note to an error that names the floor (the smallest reachable peak): other models take bytes in addition
+        to it.
         """
         if self._beside_bytes:
             error.why = f"{error.why}; other models hold {format_bytes(self._beside_bytes)} in addition"
@@ -239,7 +240,9 @@ class BudgetedTraining:
         self._owner = _nobody
 
     def tell(self) -> None:
-        """Log one line about the plan as soon as the plan exists. Integrations call this method after each step."""
+        """Write one line about the plan to the framework's log, as soon as the plan exists. Integrations call this method after
+        each step.
+        """
         plan = self._plan
         if plan is not None and not self._has_told:
             self._has_told = True
@@ -269,7 +272,7 @@ class BudgetedTraining:
 
 
 def _nobody() -> None:
-    """Return ``None``, as the owner of an unclaimed budget."""
+    """Return ``None``. It takes the place of the owner while the budget is not claimed."""
 
 
 def _bytes_beside(model: nn.Module, others: Iterable[nn.Module]) -> int:
@@ -325,7 +328,7 @@ def switch_off(model: nn.Module, undo: contextlib.ExitStack) -> int:
 
 
 def _run_once(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run a function once.
+    """Run a function once, without checkpointing.
 
     It replaces DeepSpeed's ``checkpoint``, and like that, it returns a single result without its tuple.
     """

@@ -32,7 +32,7 @@ class Way:
 
 @dataclass(frozen=True, kw_only=True)
 class TimedOn:
-    """Data: the device and the clock of a comparison."""
+    """Data: how a comparison was timed: the clock, the device, the versions of libraries, and what was timed."""
 
     clock: Callable[[], float]
     device: str

@@ -53,7 +53,7 @@ class FixedSizes:
         return self.parameters + self.gradients + self.state + self.batch
 
     def room_in(self, budget_bytes: int) -> int:
-        """Return the bytes that are left for temporaries in a budget for everything.
+        """Return how many of the bytes of a budget for everything are left for temporaries.
 
         Raises:
             BudgetBelowFloor: nothing is left.
@@ -68,7 +68,7 @@ class FixedSizes:
 
 
 class Plannable(Protocol):
-    """A step of any framework, with a search for its plans.
+    """The interface of a step of any framework that can be planned.
 
     ``flops`` are those of forward and backward, in products of ``dtype``. ``counted_by`` says what counts temporaries.
     """

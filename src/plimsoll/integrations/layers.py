@@ -23,7 +23,8 @@ from plimsoll.integrations.search import PlanMeter, PlanSearch, TracedStep, chec
 
 @dataclass(frozen=True, kw_only=True)
 class RerunLayer:
-    """Data: the costs of one layer. ``saved_bytes`` are the values that the layer makes inside and its derivative reads.
+    """Data: the costs of one layer. ``saved_bytes`` are the bytes of the values that the layer makes inside and its derivative
+    reads.
 
     ``kind`` is equal for equal layers. ``obstacle`` says why the layer cannot run again; it is empty if the layer can.
     """
@@ -52,7 +53,7 @@ def kinds_of(layers: Sequence[Any]) -> dict[str, str]:
 
 
 def fingerprint(framework: str, kinds: Mapping[str, str]) -> str:
-    """Return a digest of the model that is equal for all models with layers of the same kinds, at any batch size.
+    """Return a digest that identifies a model by the kinds of its layers. It is the same at any batch size.
 
     The layers' names do not change the digest, because a framework may number them.
     """
@@ -135,7 +136,9 @@ class LayeredStep:
 
 
 class LayerPlans:
-    """A step that can be planned layer by layer, with the search for its plans. Each layer is either kept or run again."""
+    """A step that can be planned layer by layer. It searches for plans; in a plan, each layer is either kept or run again in
+    backward.
+    """
 
     dtype = "f32"
 
@@ -156,7 +159,7 @@ class LayerPlans:
 def rerun_meter(
     framework: str, name: str, measure: Callable[[frozenset[str]], int], saved_bytes: int | None = None
 ) -> PlanMeter:
-    """Make a meter that measures a plan by the names of the layers that run again.
+    """Return an object that measures plans. It measures a plan by the names of the layers that run again under the plan.
 
     Args:
         framework: the layers' framework.

@@ -72,7 +72,9 @@ class _Span:
 
 @dataclass(frozen=True)
 class Rates:
-    """Data: the seconds per unit of arithmetic, and the seconds per byte that an operation makes, on a device."""
+    """Data: the speed of a device as two rates: seconds per unit of arithmetic, and seconds per byte that an operation
+    makes.
+    """
 
     flop_seconds: float
     byte_seconds: float

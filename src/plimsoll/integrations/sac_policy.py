@@ -31,7 +31,9 @@ _ATTENTION = re.compile(r"^_scaled_dot_product_(flash|efficient|cudnn|fused)_att
 """Matches the kernels of fused attention. All of them are given one name."""
 _Place = tuple[nn.Module, str]
 _SMALL = 0.05
-"""An op's outputs are saved together. Outputs that the plan does not keep may add this share of the kept bytes."""
+"""The outputs of an op can only be saved together. An op is saved if its outputs that the plan does not keep add at most this
+share of the bytes that it keeps.
+"""
 
 
 def apply(model: nn.Module) -> Callable[[], None]:

@@ -59,7 +59,7 @@ def check_plan(plan: object, framework: str, subject: str) -> None:
 class TracedStep:
     """Data: the step of a function and its gradient, with the costs of its operations.
 
-    To hold a byte from forward to backward takes time as well: ``store_seconds_per_byte``.
+    ``store_seconds_per_byte`` is the time that it takes to hold one byte from forward to backward.
     """
 
     trace: Trace
@@ -69,7 +69,7 @@ class TracedStep:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanMeter:
-    """Data: how plans are measured.
+    """Data: how the memory of plans is measured.
 
     ``measure`` returns the bytes of a step under the plans of its regions, and ``name`` names what counts these bytes.
     ``unmanaged_bytes`` are the bytes that the framework itself holds from forward to backward. ``kept_bytes`` is the result of
@@ -124,7 +124,8 @@ class PlanSearch:
         return msgspec.structs.replace(fitting, solve_seconds=seconds)
 
     def _room(self, budget_bytes: int | None) -> int | None:
-        """Return the predicted peak to plan for, so that the measured peak meets the budget.
+        """Return the peak to plan for in the planner's own prediction, so that the measured peak meets the budget. ``None``
+        means no limit.
 
         It is interpolated between the nearest measurements below and above the budget, if there are both.
         """
@@ -163,9 +164,7 @@ class PlanSearch:
         return min(usable, key=lambda each: (each.predicted_seconds, each.predicted_peak_bytes))
 
     def _timed(self, found: Plan) -> Plan:
-        """Add the time that holding bytes takes, to the seconds of the plan and to the seconds of the function without a
-        plan.
-        """
+        """Return the plan with corrected seconds: the time that holding bytes takes is added, with the plan and without it."""
         decisions = (each for region in found.regions for each in region.decisions)
         held = sum(each.bytes for each in decisions if each.decision is Decision.KEEP)
         price = self.step.store_seconds_per_byte
@@ -195,7 +194,7 @@ class PlanSearch:
         return self._told(lowest, taken, budget_bytes)
 
     def _told(self, found: Plan, taken: int, budget_bytes: int | None) -> Plan:
-        """Return the plan with its measured peak in place of the predicted one."""
+        """Return the plan with its measured peak, ``taken`` bytes, in place of the predicted one."""
         excess = taken - found.predicted_peak_bytes
         # The solver's bound does not include the time that holding takes.
         gap = max(found.predicted_seconds - found.lower_bound_seconds, 0.0)

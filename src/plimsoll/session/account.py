@@ -16,10 +16,10 @@ from plimsoll.artifacts.trace import Category, Phase
 
 @dataclass(frozen=True, slots=True)
 class MemoryAccount:
-    """Bytes of a training step that a plan's prediction does not contain.
+    """Bytes of a training step that a plan's prediction does not contain, as data, by their cause.
 
-    The first three fields are the *measured* bytes: their sum is how much more than predicted a step of the first traced shape
-    took.
+    The sum of the first three fields, the *measured* bytes, is the measured peak of a step of the first traced shape minus its
+    predicted peak.
 
     Example:
         >>> account = MemoryAccount(optimizer_state=100, outside_model=10)
@@ -28,33 +28,36 @@ class MemoryAccount:
     """
 
     optimizer_state: int = 0
-    """Optimizer state that the plan does not count. The same at every batch shape."""
+    """Optimizer state that the plan does not count. It has the same size at all batch shapes."""
     waiting_gradients: int = 0
-    """Bytes that a step leaves behind for the next step, mostly gradients. The same at every batch shape."""
+    """Bytes that a step leaves behind for the next step, mostly gradients. They are the same at all batch shapes."""
     outside_model: int = 0
     """Bytes that the loop allocates during a step (for its loss), plus the prediction's error. They grow with the batch."""
     held_by_loop: int = 0
-    """Bytes that the loop holds when a step begins and did not hold when plans were made."""
+    """Bytes that the training loop holds now when a step begins, and did not hold when plans were made."""
     withheld: int = 0
     """Bytes of the budget that plans may not use now, because other programs use the device's memory."""
 
     @property
     def fixed_bytes(self) -> int:
-        """The measured bytes that are the same at every batch shape."""
+        """The measured bytes that are the same at all batch shapes: optimizer state and waiting gradients."""
         return self.optimizer_state + self.waiting_gradients
 
     def measured_bytes(self, growth: float = 1.0) -> int:
-        """Return the measured bytes at a shape with ``growth`` times the activations of the first shape."""
+        """Return the sum of the measured bytes at a shape with ``growth`` times the activations of the first shape. Only
+        ``outside_model`` is multiplied by ``growth``.
+        """
         return self.fixed_bytes + round(self.outside_model * growth)
 
     def total_bytes(self, growth: float = 1.0) -> int:
-        """Return all bytes to subtract from the budget."""
+        """Return the bytes to subtract from the budget: all fields, with ``growth`` as in ``measured_bytes``."""
         return self.measured_bytes(growth) + self.held_by_loop + self.withheld
 
     def measuring(self, measured_bytes: int) -> MemoryAccount:
-        """Return the account with new measured bytes. The two fixed fields stay the same; the rest goes to ``outside_model``.
+        """Return the account with new measured bytes. The fields ``optimizer_state`` and ``waiting_gradients`` stay the same,
+        and the rest goes to ``outside_model``.
 
-        If ``measured_bytes`` is less than the fixed fields, they shrink to it.
+        If ``measured_bytes`` is less than these two fields together, they are reduced to that sum.
         """
         state = min(self.optimizer_state, measured_bytes)
         waiting = min(self.waiting_gradients, measured_bytes - state)
@@ -75,28 +78,32 @@ class MemoryAccount:
 
 
 class PlanRoom:
-    """The bytes that a plan may use on this rank: the budget minus the current account."""
+    """The budget and the account (bytes that predictions do not contain) of this rank. The room is the budget minus the
+    account: the bytes that a plan may use.
+    """
 
     def __init__(self, account: MemoryAccount | None = None, budget_bytes: int = 0) -> None:
         self.account = account or MemoryAccount()
         self.budget_bytes = budget_bytes
 
     def bytes(self, growth: float = 1.0) -> int:
-        """Return the room at a shape with ``growth`` times the activations of the first shape."""
+        """Return the room (the budget minus the account) in bytes, at a shape with ``growth`` times the activations of the
+        first shape.
+        """
         return self.budget_bytes - self.account.total_bytes(growth)
 
 
 def planned_state_bytes(plan: Plan) -> int:
-    """Return the bytes of optimizer state that a plan counts."""
+    """Return the bytes of optimizer state that a plan's prediction contains."""
     return plan.classes.get(Category.OPTIMIZER_STATE, 0)
 
 
 def predicted_optimizer_bytes(plan: Plan) -> int:
-    """Return the predicted peak of the optimizer's step; 0 if the plan was made without an optimizer."""
+    """Return the predicted peak of the optimizer's step in bytes, or 0 if the plan was made without an optimizer."""
     return max((point.bytes for point in plan.timeline if point.moment.startswith(Phase.OPTIMIZER)), default=0)
 
 
 def predicted_before_optimizer(plan: Plan) -> int:
-    """Return the predicted peak of forward and backward."""
+    """Return the predicted peak of forward and backward in bytes, without the optimizer's step."""
     peaks = [point.bytes for point in plan.timeline if not point.moment.startswith(Phase.OPTIMIZER)]
     return max(peaks, default=plan.predicted_peak_bytes)

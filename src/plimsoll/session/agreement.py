@@ -34,7 +34,9 @@ from plimsoll.tracing.recorder.calling import Loss, name_of, output_tensors
 T = TypeVar("T")
 
 SOLVING_SECONDS = 600.0
-"""How much longer than usual ranks wait for the rank that solves: a solver may use its time limit several times."""
+"""Seconds that ranks wait, in addition to the usual time, for the rank that solves: a solver may use its time limit several
+times.
+"""
 _PAD = "pad the batches to the same shape, set the same mode and loss, or pass ranks= with the ranks that have the same"
 
 
@@ -112,12 +114,12 @@ class Agreement:
             ) from error
 
     def joint_step(self) -> JointStep:
-        """Return an object that makes these ranks end their training steps together."""
+        """Return the object that ends training steps on these ranks together: all ranks finish a step, or all run it again."""
         return JointStep(self._conversation)
 
     @property
     def backends(self) -> frozenset[str]:
-        """The backends of the model's process groups."""
+        """The names of the communication backends (such as ``nccl``) of the model's process groups."""
         groups = () if self._conversation is None else self._conversation.groups
         return frozenset(map(torch.distributed.get_backend, groups))
 
@@ -133,7 +135,7 @@ class Agreement:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """All ranks that take part."""
+        """The global numbers of all ranks that take part."""
         return (0,) if self._conversation is None else self._conversation.world.ranks
 
     def all_of(self, what: str, value: T, kind: type[T], *, more_seconds: float = 0.0) -> list[T]:
@@ -159,30 +161,34 @@ class Agreement:
         return None if answers is None else [msgspec.msgpack.decode(answer, type=kind) for answer in answers]
 
     def meet(self, what: str, *, more_seconds: float = 0.0) -> None:
-        """Wait until all ranks are here."""
+        """Wait until each rank has called this. ``more_seconds`` extends the usual time limit."""
         self.all_of(what, None, type(None), more_seconds=more_seconds)
 
     def every(self, what: str, *, holds: bool) -> bool:
-        """True if ``holds`` is True on every rank."""
+        """Exchange ``holds`` with all ranks. Return True if it is True on each of them."""
         return all(self.all_of(what, holds, bool))
 
     def same(self, what: str, facts: Mapping[str, str]) -> None:
-        """Check that these facts, and the versions, are equal on all ranks. Otherwise raise ``RanksDiffer`` with a table on
-        all.
+        """Check that these facts, and the library versions, are equal on all ranks. Otherwise raise ``RanksDiffer`` on all
+        ranks, with a table of the differences.
         """
         if self._conversation is not None:
             self._conversation.same(what, {**_versions(), **facts}, {BATCH: _PAD})
 
     @contextlib.contextmanager
     def together(self, what: str, *, more_seconds: float = 0.0) -> Iterator[None]:
-        """Run the block on every rank and wait for all at its end. If the block fails on a rank, all raise."""
+        """Run the ``with`` block on each rank, and wait at its end for all ranks. If the block fails on one rank, all ranks
+        raise an error.
+        """
         with self:
             yield
             self.meet(what, more_seconds=more_seconds)
 
     @contextlib.contextmanager
     def stepping(self) -> Iterator[None]:
-        """Run steps with collectives inside the block. If a rank fails, ranks that wait for it in a collective are released."""
+        """Allow steps with collectives inside the ``with`` block. If a rank fails there, the ranks that wait for it in a
+        collective are released.
+        """
         if self._conversation is None:
             yield
             return
@@ -193,9 +199,9 @@ class Agreement:
         self.meet(f"steps of {self._topic}")
 
     def patient(self, task: TrainingTask) -> TrainingTask:
-        """Return the task with a loss that delays its errors to the end of the step.
+        """Return the same task, but with a loss that raises its errors only at the end of the step.
 
-        So the other ranks' collectives in backward complete, and the process groups remain usable.
+        The other ranks' collectives in backward can then complete, and the process groups remain usable.
         """
         if self._conversation is None or task.loss is None:
             return task
@@ -206,8 +212,8 @@ class Agreement:
         """Let one rank make a plan and return it on all ranks.
 
         Raises:
-            BudgetBelowFloor: nothing fits; raised on all ranks. If it leaves the call, the ranks other than ``rank`` raise
-                ``RankFailed`` instead.
+            BudgetBelowFloor: no plan fits. It is raised on all ranks. If the caller does not catch it, the ranks other than
+                ``rank`` raise ``RankFailed`` instead.
         """
         if self._conversation is None:
             return make()
@@ -233,14 +239,16 @@ class Agreement:
         return plan
 
     def refused_by(self, rank: int, error: BudgetBelowFloor) -> BudgetBelowFloor:
-        """Return an error that all ranks raise now. If it leaves the call, the ranks other than ``rank`` raise
-        ``RankFailed``.
+        """Return the error that all ranks raise now, because ``rank`` found that no plan fits. If the caller does not catch it,
+        the ranks other than ``rank`` raise ``RankFailed``.
         """
         self._below_floor, self._solver = error, rank
         return error
 
     def same_plan(self, plan: Plan) -> None:
-        """Check that all ranks hold the identical plan. Otherwise raise ``RanksDiffer`` on all, with a digest of each plan."""
+        """Check that all ranks hold the identical plan. Otherwise raise ``RanksDiffer`` on all ranks, with a digest of each
+        rank's plan.
+        """
         if self._conversation is not None:
             self.same("plans", plan_facts(plan))
 
@@ -250,7 +258,9 @@ def _is_due_to(error: BaseException | None, cause: BaseException) -> bool:
 
 
 def plan_facts(plan: Plan) -> dict[str, str]:
-    """Return facts that identify a plan: its model, its strategy, a digest of its JSON, and the model's fingerprint."""
+    """Return facts that identify a plan, as text by name: its model, its strategy, a digest of its JSON, and the model's
+    fingerprint.
+    """
     digest = hashlib.blake2s(to_json(plan).encode(), digest_size=6).hexdigest()
     return {"plan": f"{plan.model} {plan.strategy} {digest}", "plan made for": plan.fingerprint}
 
@@ -280,7 +290,7 @@ def agreement_for(
 
 
 def described(**options: Any) -> dict[str, str]:
-    """Return options as facts: the text of each value by name."""
+    """Return a mapping from the name of each option to its value as text, so that ranks can compare their options."""
     return {name: repr(value) for name, value in options.items()}
 
 

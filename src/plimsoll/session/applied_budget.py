@@ -19,9 +19,9 @@ from plimsoll.session.step_watch import StepWatch
 
 
 class _PatientHook(ModelHook):
-    """A model hook that does nothing while dynamo traces, so that the model can be compiled.
+    """A hook on a model's calls that does nothing while torch.compile traces the model. So the model can still be compiled.
 
-    A plan that drops something refuses compilation by itself. Under a plan that keeps everything, this hook only watches.
+    A plan that drops something refuses compilation by itself. Under a plan that keeps everything, this hook only measures.
     """
 
     def __call__(self, caller: nn.Module, *arguments: Any) -> None:
@@ -30,7 +30,8 @@ class _PatientHook(ModelHook):
 
 
 class BudgetWatch:
-    """Warns if training under an applied plan exceeds its budget, once for each growth of the peak.
+    """Measures training steps under an applied plan, and warns if a step exceeds the plan's budget. It warns again only if the
+    peak has grown.
 
     The first step is always measured: a batch of the planned shape may still lead to larger sizes inside the model.
     """
@@ -47,7 +48,7 @@ class BudgetWatch:
 
     @property
     def peak_bytes(self) -> int:
-        """The highest measured peak of any step; 0 until a step was measured."""
+        """The highest measured peak of all steps so far, or 0 until a step was measured."""
         return self._steps.peak_bytes
 
     def remove(self) -> None:

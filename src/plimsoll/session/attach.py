@@ -76,7 +76,7 @@ def attach(
         timeout_seconds: as for ``plimsoll.plan``.
 
     Returns:
-        An attachment with ``plan``, ``faults`` and ``remove()``; also a context manager.
+        An attachment with ``plan``, ``faults`` and ``remove()``; it is also a context manager.
 
     Raises:
         InvalidBudget, InvalidModel, InvalidOption: at once.
@@ -116,7 +116,7 @@ def attach(
 
 
 def _refuse_attached(model: nn.Module) -> None:
-    """Refuse a model that already has a budget, whether or not its plan exists yet."""
+    """Raise an error if the model already has a budget, whether or not its plan exists yet."""
     attached = next((name for name, module in model.named_modules() if is_watched(module)), None)
     if attached is not None:
         raise InvalidModel(

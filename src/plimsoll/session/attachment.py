@@ -87,11 +87,15 @@ _FIRST_CALLS = 3
 record (outputs for a metric), which can only be recognized when it has grown in two steps.
 """
 _MOST_TRACED_AGAIN = 8
-"""Trace at most this many steps to find one that runs as much as the step that exceeded the budget."""
+"""After a step that ran more operations than the traced one and exceeded the budget, trace at most this many steps to find
+another one that runs as many.
+"""
 
 
 class _RaisedByModel(Exception):
-    """The model has raised an error of its own while it was traced: ``own`` in forward, or another one in backward."""
+    """Raised if the model itself raised an error while it was traced. ``own`` is the model's error if it came from forward, and
+    ``None`` if it came from backward.
+    """
 
     def __init__(self, own: BaseException | None) -> None:
         super().__init__()
@@ -99,7 +103,7 @@ class _RaisedByModel(Exception):
 
 
 class TrainingCall(NamedTuple):
-    """A training call of the managed model."""
+    """One call of the managed model in training, as data: its arguments, and what determines its peak (``situation``)."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -107,35 +111,41 @@ class TrainingCall(NamedTuple):
 
 
 class Calibration(msgspec.Struct, frozen=True, kw_only=True):
-    """How far one rank's calibration is. Ranks exchange this in every call until the plan for the budget exists."""
+    """What ranks send each other in each call until the plan for the budget exists, as data: which steps this rank has traced
+    and measured.
+    """
 
     signature: str
     is_new: bool
-    """No traced batch is at least as large as this rank's batch in every dimension."""
+    """True if no traced batch is at least as large as this rank's batch in each dimension."""
     is_same: bool
-    """This rank's batch has the traced shapes."""
+    """True if this rank's batch has the shapes of the traced batch."""
     is_measured: bool
-    """The first step was measured."""
+    """True if this rank's first step was measured."""
     in_flight: int
-    """How many forwards waited for one backward."""
+    """How many forwards waited at once for their backward."""
 
 
 @dataclass(frozen=True, slots=True)
 class FirstStep:
-    """The step that plans are made for: the step that was traced first, or a later traced step that needed more."""
+    """The traced step that plans are made for, as data. It is the step that was traced first, or a later traced step that
+    needed more memory.
+    """
 
     planner: StepPlanner
     shapes: Shapes
     accumulates: bool
-    """Whether gradients existed when it began."""
+    """Whether gradients existed when the step began."""
     error_scale: float = 1.0
-    """How many times larger than expected the measured errors of lossy forms are."""
+    """The measured error of lossy forms (compressed values), as a multiple of the expected error."""
     batch_bytes: int = 0
-    """Bytes of its batch's storages that the batch's tensors do not show."""
+    """Bytes that the batch's storages have in addition to the batch's tensors. A slice, for instance, keeps the whole storage
+    alive.
+    """
 
 
 class Attachment(RemovedAtEnd):
-    """Keeps a model under a budget from its first training call on."""
+    """Keeps a model under a budget from its first training call on. ``plimsoll.attach`` returns it as the handle."""
 
     state: State
     _served: Shapes | None
@@ -158,9 +168,9 @@ class Attachment(RemovedAtEnd):
         self._has_ladder = can_follow_shapes(options, agreement.size)
         self._source = CompiledStep(model, units) if units else EagerStep(model, options)
         self._failed_traces = 0
-        """How many traces have failed in backward."""
+        """How many traces have failed because backward raised an error."""
         self._unseen_steps = 0
-        """How many steps of an optimizer were seen before any training call."""
+        """How many steps of an optimizer were seen before any training call of the model."""
         self._calls = 0
         self._pressure = Pressure(room)
         self._room = PlanRoom()
@@ -175,8 +185,8 @@ class Attachment(RemovedAtEnd):
 
     @property
     def plan(self) -> Plan | None:
-        """The current plan; ``None`` until the first training step has begun. Once that step is over, it is the plan for the
-        budget.
+        """The current plan, or ``None`` until the first training step has begun. Once that step is over, this is the plan for
+        the budget.
         """
         return self._work.plan
 
@@ -197,16 +207,19 @@ class Attachment(RemovedAtEnd):
 
     @property
     def peak_bytes(self) -> int:
-        """The highest measured peak of a step under a plan for the budget; 0 until a step was measured."""
+        """The highest measured peak of a step under a plan for the budget, in bytes. It is 0 until a step was measured."""
         return self._steps.peak_bytes
 
     @property
     def faults(self) -> tuple[Fault, ...]:
-        """The faults that ``verify_every`` has found so far, under every plan."""
+        """The faults (rebuilt values that differed from the true ones) that ``verify_every`` has found so far, under all
+        plans.
+        """
         return self._work.faults
 
     def step(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run one training step. If it runs out of memory, put everything back, plan tighter and run it again.
+        """Run one training step and return its result. If it runs out of memory, restore the state from before the step, switch
+        to a plan with a lower peak, and run the step again.
 
         If planning failed before the first plan, everything is removed from the model. See `plimsoll.engine.apply.Handle.step`.
         """
@@ -218,7 +231,7 @@ class Attachment(RemovedAtEnd):
             raise
 
     def remove(self) -> None:
-        """Undo everything. Calling it twice does no harm."""
+        """Stop managing the model: remove the plan and all hooks. Calling it twice does no harm."""
         self._steps.end_step()
         for each in (self._steps, self._watch, self._work, self._source):
             each.remove()
@@ -228,14 +241,16 @@ class Attachment(RemovedAtEnd):
     # Events
 
     def _react(self, event: TrainingEvent, *arguments: Any, **named: Any) -> Any:
-        """React to an event as ``states.TABLE`` says, and return what the reaction returns."""
+        """Look up the method for this event in the current state in ``states.TABLE``, call it, and return its result."""
         reaction = TABLE[event][self.state]
         result = getattr(self, reaction.method)(*arguments, **named)
         assert self.state in reaction.leads_to, f"{event.name} has led to {self.state}"
         return result
 
     def _before_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], situation: Situation) -> None:
-        """Before a training call: react to all that has happened since the last one, and apply the plan for this one."""
+        """Runs before each training call. React to all that has happened since the last call, then apply the plan for this
+        call.
+        """
         if is_capturing(self._steps.device.type):
             self._refuse_unready(situation)  # keep the current plan: a CUDA graph that replays does not call this hook
             return
@@ -262,7 +277,9 @@ class Attachment(RemovedAtEnd):
             self._steps.meter_if_new(args, kwargs, situation, self._metered)
 
     def _events(self, call: TrainingCall) -> Iterator[TrainingEvent]:
-        """Yield the events of a training call. A reaction may change the state before the next event is looked for."""
+        """Find the events to react to before a training call, and yield them one by one. A reaction may change the state, so
+        each event is looked for only after the reaction to the previous one.
+        """
         if self.state is State.RUNNING:
             change = self._change_before(call)
             if change is not None:
@@ -276,7 +293,9 @@ class Attachment(RemovedAtEnd):
                 yield TrainingEvent.ROOM_CHANGED
 
     def _change_before(self, call: TrainingCall) -> TrainingEvent | None:
-        """Return the most important change since the last plan was made, or None."""
+        """Return the most important event since the last plan was made (such as new optimizer state), or ``None`` if nothing
+        has changed.
+        """
         planner, situation = self._traced_step.planner, call.situation
         begins = self._steps.is_between_steps
         if not (self._has_ladder or self.is_compiled or any(covers(each, situation.shapes) for each in self._shapes)):
@@ -298,7 +317,7 @@ class Attachment(RemovedAtEnd):
             self._react(TrainingEvent.STEP_ENDED)
 
     def tighten(self, *, is_own: bool) -> bool:
-        """After a step ran out of memory: switch to a plan with a lower peak. Return True if some rank has one."""
+        """Called after a step ran out of memory. Switch to a plan with a lower peak, and return True if some rank found one."""
         self._steps.forget()
         # The ranks stopped in different calls, but the number of the call names their exchanges.
         self._calls = 0
@@ -308,7 +327,7 @@ class Attachment(RemovedAtEnd):
         return bool(self._react(TrainingEvent.OUT_OF_MEMORY, is_own=is_own))
 
     def floor(self, *, is_optimizer: bool, is_own: bool) -> BudgetBelowFloor | None:
-        """Return the error to raise if no plan has a lower peak.
+        """Return the error to raise when a step ran out of memory and no plan has a lower peak.
 
         Return ``None`` before there is a plan, and if only other ranks ran out of memory.
         """
@@ -322,8 +341,8 @@ class Attachment(RemovedAtEnd):
         return floor_of(planner, measured_bytes, is_optimizer=is_optimizer)
 
     def _optimizer_stepped(self) -> None:
-        """After an optimizer step: drop graphs that still wait for a backward. Warn once if the model is trained but was never
-        called.
+        """Called after each optimizer step. Forget graphs that still wait for a backward. If the optimizer trains the model but
+        the model was never called, warn once.
         """
         self._steps.graphs.abandon()
         # New state raises every step's peak, so all situations are measured again. A compiled plan counts the state ahead.
@@ -338,11 +357,13 @@ class Attachment(RemovedAtEnd):
     # Reactions: any state
 
     def know_nothing(self) -> None:
-        """Treat the next call as the first one."""
+        """Forget all plans and measurements, so that the next call is treated as the first one."""
         self.state = State.UNTRACED
         self._traced: FirstStep | None = None
         self._shaped: ShapePlans | None = None
-        """The plans that each call chooses from. None until the first plan for the budget is made, and without a ladder."""
+        """The ladder (plans with different peaks) that each call chooses its plan from. None until the first plan for the
+        budget is made, and None if the options do not allow a ladder.
+        """
         self._traces = JointTraces(self.agreement, self.model)
         self._shapes: list[Shapes] = []
         """Shapes that were traced, or that run under the plan of all ranks."""
@@ -352,19 +373,23 @@ class Attachment(RemovedAtEnd):
         """How many steps were begun in order to measure them at the lowest peak, and what the loop carries between them."""
         self._room.account = MemoryAccount(withheld=self._room.account.withheld)
         self._held_at_plan_bytes = 0
-        """What the loop held when plans were made."""
+        """Bytes that the training loop held when plans were made."""
         self._corrected: MemoryAccount | None = None
-        """The account after a step exceeded the budget, until plans are made for it."""
+        """The account that counts a step's overshoot of the budget. It is used when plans are made next."""
         self._traces_left = self._ran_more_bytes = 0
-        """How many more steps to trace, to find one that runs as much as the step whose peak was ``_ran_more_bytes``."""
+        """How many more steps to trace in the search for one that runs as many operations as the step whose peak was
+        ``_ran_more_bytes``.
+        """
         self._is_named = False
-        """Whether a warning already said, before the current step, that it may exceed the budget."""
+        """Whether a warning before the current step already said that the step may exceed the budget."""
         self._counted, self._metered = CountedState(), MeteredSituations()
         self._seen: set[object] = set()
-        """Effects (`Plan.effect`) of the plans that have run before."""
+        """The effects (``Plan.effect``, what a plan decides) of all plans that have run before."""
 
     def give_up(self, error: BaseException) -> None:
-        """Stop managing the model if planning itself failed. After an error of the model, the next call plans again."""
+        """Called if a call failed before the plan for the budget existed. Stop managing the model if planning itself failed.
+        After an error of the model, plan again in the next call.
+        """
         if isinstance(error, PlimsollError):
             self.state = State.GIVEN_UP
             # Within `step`, the step may run again, and is planned then. If it does not, `step` removes everything.
@@ -372,10 +397,12 @@ class Attachment(RemovedAtEnd):
                 self.remove()
 
     def keep_plan(self, error: BaseException) -> None:
-        """Keep the current plan: the error ends only this call."""
+        """Called if a call failed under a plan for the budget. Keep the plan, because the error concerns only this call."""
 
     def have_none_tighter(self, *, is_own: bool) -> bool:
-        """Before the plan for the budget exists, nothing can be tightened. The step runs once more, unchanged."""
+        """Called if a step ran out of memory before the plan for the budget exists. No plan can be tighter then, so the step
+        runs once more under the same plan.
+        """
         if self.state is State.GIVEN_UP:
             self.state = State.UNTRACED  # the step begins again, and so does planning
         return self._no_rank_tightens() if self._has_ladder else False
@@ -383,13 +410,13 @@ class Attachment(RemovedAtEnd):
     # Reactions: untraced
 
     def trace_first_call(self, call: TrainingCall) -> None:
-        """Trace the call, together with all ranks."""
+        """Trace the first training call, and make the first plan from it. All ranks do so together."""
         with self.agreement:
             self.agreement.same("the first batch", facts_of(self._task(call)))
             self._begin(call)
 
     def _begin(self, call: TrainingCall) -> None:
-        """Trace a call. Keep the current plan if it is enough for the call; else plan for it."""
+        """Trace a call and make the plan for it. If the current plan is enough for the call, keep that plan."""
         self._shapes.append(call.situation.shapes)
         self._steps.note_frozen()
         self._traces = JointTraces(self.agreement, self.model)
@@ -399,7 +426,7 @@ class Attachment(RemovedAtEnd):
             self._begin_eager(call)
 
     def _begin_compiled(self, call: TrainingCall, source: CompiledStep) -> None:
-        """Make and apply the plan for the budget."""
+        """Make the plan for the budget from the first call of a model that torch.compile compiles, and apply the plan."""
         # Without a reduction, gradients wait, so later micro-batches of the step begin with existing gradients.
         accumulates = call.situation.accumulates or is_without_reduction(self.model)
         with self._tracing():
@@ -415,7 +442,9 @@ class Attachment(RemovedAtEnd):
         self._run_from_now_on(self._traced, plan)
 
     def _begin_eager(self, call: TrainingCall) -> None:
-        """Run the step at the lowest peak and measure it. If the current plan is enough for the call, keep it."""
+        """Trace the call, apply the plan with the lowest peak, and begin to measure the step. If the current plan is enough for
+        the call, only keep it.
+        """
         task = dataclasses.replace(self._task(call), optimizer=optimizer_in_view(self.model, self._optimizer))
         with self._tracing():
             planner, error_scale = first_planner(
@@ -447,8 +476,8 @@ class Attachment(RemovedAtEnd):
         self._measure(call)
 
     def _is_enough_for(self, traced: FirstStep, earlier: FirstStep) -> bool:
-        """True on every rank if, on every rank, the traced step needs at most as much as the planned step, and the current plan
-        keeps it within the budget.
+        """Return True if the current plan can stay. On each rank, the traced step must need at most as much memory as the step
+        that the plan was made for, and the plan must keep it within the budget.
         """
         planner = traced.planner
         takes_less = planner.extremes.unmanaged_peak_bytes <= earlier.planner.extremes.unmanaged_peak_bytes
@@ -464,8 +493,8 @@ class Attachment(RemovedAtEnd):
     # Reactions: measuring
 
     def calibrate(self, call: TrainingCall) -> None:
-        """Make the plan for the budget if the last step was measured; else measure this step. Every rank does so in every call
-        until the plan exists.
+        """Called in each training call until the plan for the budget exists. If the last step was measured on all ranks, make
+        that plan. Otherwise measure this step.
         """
         with self.agreement:
             self._calibrate(call, self._traced_step)
@@ -506,7 +535,7 @@ class Attachment(RemovedAtEnd):
             self._measure(call)
 
     def _measure(self, call: TrainingCall) -> None:
-        """Measure the step that this call begins. If the call is within a step that has already begun, do nothing."""
+        """Measure the step that begins with this call. If this call is within a step that has already begun, do nothing."""
         if not self._steps.is_between_steps:
             return
         self._tries += 1
@@ -519,11 +548,12 @@ class Attachment(RemovedAtEnd):
         self._steps.meter(call.args, call.kwargs, carried, with_optimizer=True)
 
     def _settle(self, traced: FirstStep, task: TrainingTask | None, in_flight: int) -> None:
-        """Make the plan for the budget, after the first step. Bytes that the trace does not contain are added to the account.
+        """Make the plan for the budget, after the first step was measured. Measured bytes that the trace does not contain are
+        added to the account.
 
         Args:
             traced: the step that was traced.
-            task: another step of the same shape on which the plan can be tried, or None.
+            task: another step of the same shape, which can be run to try the plan, or None.
             in_flight: the number of forwards before one backward.
 
         Raises:
@@ -574,7 +604,9 @@ class Attachment(RemovedAtEnd):
             self._pressure.watch(self._steps.device, self._steps.beside_bytes or 0)
 
     def _run_from_now_on(self, traced: FirstStep, plan: Plan) -> None:
-        """Apply the first plan for the budget. With a ladder, later calls choose theirs."""
+        """Apply the first plan for the budget. If there is a ladder (plans with falling peaks), begin it with this plan, and
+        later calls choose from it.
+        """
         measured_bytes = self._room.account.measured_bytes()
         if self._has_ladder:
             # A replay runs no collective, so ranks may run different plans. Only traces with collectives need other ranks.
@@ -595,7 +627,9 @@ class Attachment(RemovedAtEnd):
         _LOG.info(told(plan, 0 if self.is_compiled else measured_bytes))
 
     def _confirmed(self, traced: FirstStep, task: TrainingTask | None) -> Plan:
-        """Solve the plan for the budget. Run it once if possible; this run also records the regions."""
+        """Solve the plan for the budget and return it. If possible, run it once to check its peak. That run also records the
+        plan's regions (managed module calls).
+        """
         planner = traced.planner
         plan = self._solve_for_budget(traced)
         # No trial while the user's profiler runs: on a CPU a trial needs torch's profiler too, and only one can run.
@@ -630,7 +664,8 @@ class Attachment(RemovedAtEnd):
                 self._log_trial(planner, task, "a plan for the budget")
 
     def _has_room_to_try(self, traced: FirstStep, plan: Plan, task: TrainingTask | None) -> bool:
-        """True if a trial stays within the budget. It holds two copies of the buffers, one of the batch, one of the gradients.
+        """Return True if a trial of the plan stays within the budget. A trial also holds two copies of the buffers, one copy of
+        the batch, and one copy of the gradients.
 
         Without a trial, the next step shows the peak of the plan, because that step is measured.
         """
@@ -640,8 +675,8 @@ class Attachment(RemovedAtEnd):
         return taken_bytes <= (traced.planner.budget_bytes or 0)
 
     def _copied_bytes(self, planner: StepPlanner, task: TrainingTask | None) -> int:
-        """Return the bytes that a trial copies so that it can restore everything: buffers and written parameters twice, and the
-        batch.
+        """Return the bytes of the copies that a trial makes to restore everything later: two copies of the buffers and of the
+        parameters that the step writes, and one of the batch.
         """
         batch, device = () if task is None else output_tensors(task.call()), self._steps.device
         named = dict(inner_module(self.model).named_parameters())
@@ -649,7 +684,7 @@ class Attachment(RemovedAtEnd):
         return 2 * storage_bytes([*self.model.buffers(), *written], device) + storage_bytes(batch, device)
 
     def _log_trial(self, planner: StepPlanner, task: TrainingTask, tried: str) -> None:
-        """Log if a trial took more than the budget."""
+        """If a trial took more bytes than the budget, log that, and name the plan that was tried."""
         taken_bytes = planner.tried_bytes + self._copied_bytes(planner, task)
         budget_bytes = planner.own_budget_bytes or 0
         if planner.tried_bytes and taken_bytes > budget_bytes:
@@ -659,7 +694,9 @@ class Attachment(RemovedAtEnd):
     # Reactions: running
 
     def choose_plan(self, call: TrainingCall) -> None:
-        """Apply the cheapest plan of the ladder that keeps a batch of this shape within the budget."""
+        """Apply the cheapest plan of the ladder (plans with falling peaks) that keeps a batch of this shape within the
+        budget.
+        """
         if self._shaped is None:
             return
         self._shaped.wait_for(self._traced_step.planner.in_flight)
@@ -669,7 +706,9 @@ class Attachment(RemovedAtEnd):
         levels.expected_forward_bytes, levels.expected_peak_bytes = self._shaped.expected()
 
     def grow(self, call: TrainingCall) -> None:
-        """Plan again for a batch that may need more than all earlier ones, if all ranks have such a batch in this call."""
+        """Called if this rank's batch may need more memory than all earlier ones. If all ranks have such a batch in this call,
+        plan again. Otherwise keep the plan.
+        """
         facts = facts_of(self._task(call))
         everyone = self.agreement.gathered(f"larger batch in call {self._calls}", str(facts), str)
         if everyone is None or len(set(everyone)) > 1:
@@ -679,14 +718,16 @@ class Attachment(RemovedAtEnd):
                 self._begin(call)
 
     def _stay(self, situation: Situation) -> None:
-        """Keep the plan that all ranks share, although this rank's batch is larger than the batches that the plan is for."""
+        """Keep the plan that all ranks share and warn, because this rank's batch is larger than the batches that the plan is
+        for.
+        """
         self._shapes.append(situation.shapes)
         self._metered.know(situation)
         warn_of_larger(situation)
 
     def trace_again(self, call: TrainingCall) -> None:
-        """Trace this call, because an earlier forward ran more operations than the traced one. Only a trace shows whether this
-        call does so too.
+        """Trace this call and plan for it if it needs more. An earlier forward ran more operations than the traced one, and
+        only a trace shows whether this call does so too.
 
         After `_MOST_TRACED_AGAIN` traces without such a call, subtract the measured overshoot from the budget instead.
         """
@@ -702,7 +743,9 @@ class Attachment(RemovedAtEnd):
             self._shaped.note_peak(self._ran_more_bytes)
 
     def correct_account(self) -> None:
-        """After a step that exceeded the budget, warn and count the overshoot in the account."""
+        """Called when a step has ended. If the step exceeded the budget, warn, and add the overshoot to the account, so that
+        later plans are tighter.
+        """
         planner, plan = self._traced_step.planner, self._current_plan
         limit_bytes = (planner.own_budget_bytes or 0) - self._room.account.withheld
         peak_bytes, cause = self._steps.take_peak(self._state_bytes(), self._metered, limit_bytes)
@@ -737,7 +780,9 @@ class Attachment(RemovedAtEnd):
             warn_of_overrun(peak_bytes, limit_bytes, cause, next_)
 
     def _state_bytes(self) -> int:
-        """Return the optimizer state to add to a measured peak. A compiled plan counts all of it from its first step on."""
+        """Return the bytes of optimizer state to add to a measured peak. A compiled plan counts all of this state from its
+        first step on.
+        """
         return planned_state_bytes(self._current_plan) if self.is_compiled else self._watch.bytes_now
 
     def plan_tighter(self, call: TrainingCall) -> None:
@@ -758,7 +803,9 @@ class Attachment(RemovedAtEnd):
                 self._replan("no plan has a lower peak")
 
     def count_state(self, call: TrainingCall) -> None:
-        """Count new optimizer state. Ranks that share one plan count it only once the optimizers of all ranks have stepped."""
+        """Add new optimizer state to the account. Ranks that share one plan do so only once the optimizers of all ranks have
+        stepped.
+        """
         new_bytes = self._counted.take_new(self._watch)
         if self._shaped is not None:
             self._room.account = self._room.account.adding_state(new_bytes)
@@ -773,7 +820,8 @@ class Attachment(RemovedAtEnd):
                 self._replan(f"the optimizer has {format_bytes(new_bytes)} of new state")
 
     def _is_held_changed(self) -> bool:
-        """True if the loop holds other bytes than the account says when a step begins.
+        """Return True if, at the beginning of a step, the training loop holds another number of bytes than the account
+        contains.
 
         Always False on ranks that share one plan: they would have to agree before each step.
         """
@@ -796,13 +844,15 @@ class Attachment(RemovedAtEnd):
         return max(0, held.bytes - self._held_at_plan_bytes) + batch_bytes
 
     def count_held(self, call: TrainingCall) -> None:
-        """Count what the loop holds when a step begins."""
+        """Count in the account the bytes that the training loop holds at the beginning of a step, and plan for them."""
         new_bytes = self._counted.take_found(self._steps.held.state_bytes)
         self._room.account = self._room.account.adding_state(new_bytes).holding(self._held_bytes())
         self._replan("the training loop holds more than before")
 
     def _is_room_changed(self, situation: Situation) -> bool:
-        """True if the device has too little free memory for the step, or has had more than the limit for several steps."""
+        """Return True if the device has too little free memory for the step. Also return True if the device has had more free
+        memory than the limit for several steps.
+        """
         shaped, budget_bytes = self._shaped, self._traced_step.planner.budget_bytes or 0
         measured_bytes = self._room.account.measured_bytes()
         if shaped is not None:
@@ -822,9 +872,10 @@ class Attachment(RemovedAtEnd):
         self._room.account = self._room.account.withholding(withheld_bytes)
 
     def plan_after_out_of_memory(self, *, is_own: bool) -> bool:
-        """Switch to a plan with a peak halfway between the current plan's and the lowest. Return True if some rank has one.
+        """Called after a step ran out of memory under a plan for the budget. Switch to a plan whose peak is halfway between the
+        current plan's peak and the lowest peak. Return True if some rank has such a plan.
 
-        With a ladder, ranks that ran out of memory have plans of their own; without one, all ranks take the same plan.
+        With a ladder, each rank that ran out of memory takes a plan of its own. Without a ladder, all ranks take the same plan.
         """
         if self._shaped is not None:
             tighter = self._shaped.tighten() if is_own else None
@@ -861,13 +912,17 @@ class Attachment(RemovedAtEnd):
         return self.plan
 
     def _solve_for_budget(self, traced: FirstStep) -> Plan:
-        """Solve the plan for the budget minus the account of the tightest rank."""
+        """Solve the plan for the budget minus the account. Take both from the tightest rank (the rank whose budget leaves the
+        least room).
+        """
         planner = traced.planner
         excess_bytes = planner.ranks.excess_bytes(self._room.account.total_bytes())
         return planner.solve(planner.budget_bytes, excess_bytes=excess_bytes, error_scale=traced.error_scale)
 
     def _replan(self, why: str) -> None:
-        """Solve again for the budget minus the account. If nothing fits, warn and apply the plan with the lowest peak."""
+        """Solve the plan again, because the account has changed, and apply it. If no plan fits, warn and apply the plan with
+        the lowest peak.
+        """
         if self._shaped is not None:
             return  # with a ladder, `choose_plan` follows in the same call
         traced = self._traced_step
@@ -880,7 +935,7 @@ class Attachment(RemovedAtEnd):
         self._run(plan)
 
     def _run(self, plan: Plan) -> None:
-        """Apply a plan. If its decisions have never run before, measure the next steps."""
+        """Apply a plan. If its decisions have never run before, see to it that the next steps are measured."""
         with self._source.away():
             is_other = self._work.run(plan)
         if is_other and plan.effect not in self._seen:
@@ -895,7 +950,9 @@ class Attachment(RemovedAtEnd):
         return self._source.with_units(dataclasses.replace(task, optimizer=optimizer))
 
     def _watch_optimizer(self) -> None:
-        """Watch the optimizer's steps, beginning with its next one."""
+        """Begin to observe the steps of the optimizer that trains the model, and the size of its state. An earlier observer is
+        removed.
+        """
         self._watch.remove()
         seen = [each for each in (optimizer_in_view(self.model, self._optimizer),) if each is not None]
         self._watch = OptimizerWatch(every_parameter(self.model), seen, after_step=self._optimizer_stepped)

@@ -15,12 +15,16 @@ from plimsoll.tracing.recorder.opkey import dtype_name
 from plimsoll.tracing.recorder.storages import is_plain
 
 Shapes = tuple[tuple[str, tuple[int, ...]], ...]
-"""Dtype and shape of every tensor of a call, in a fixed order; then the dtypes that autocast casts to, each without a shape."""
+"""What identifies a call, as a tuple: dtype and shape of each tensor of the call, in a fixed order, then the dtypes that
+autocast casts to, each without a shape.
+"""
 _IN_LIST = " in list "
 
 
 def shapes_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shapes:
-    """Return the shapes of a call, and the autocast settings in force."""
+    """Return the shapes that identify a call: dtype and shape of each tensor among its arguments, and the autocast settings in
+    force.
+    """
     shapes = ((dtype_name(tensor.dtype), tuple(tensor.shape)) for tensor in call_tensors(args, kwargs))
     return (*shapes, *((cast, ()) for cast in casts_in_force()))
 
@@ -44,8 +48,8 @@ def shapes_and_masks_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shapes
 
 
 def _placed(value: Any, name: object, place: str = "") -> Iterator[tuple[torch.Tensor, str]]:
-    """Yield the tensors of an argument, each with the list that contains it (not the position in it), or "" outside of
-    lists.
+    """Yield each tensor of an argument together with a text that names the list that contains it. The text is "" for a tensor
+    outside of lists. The position within the list is not part of it.
     """
     if isinstance(value, dict):
         for key, each in value.items():
@@ -74,7 +78,7 @@ def covers(known: Shapes, shapes: Shapes) -> bool:
 
 
 def standing_in(known: Iterable[Shapes], shapes: Shapes) -> list[Shapes]:
-    """Return the known calls that together bound another call. They can be used in its place.
+    """Return the known calls whose needs together bound the needs of the call ``shapes``. Their peaks can be used in its place.
 
     A detector gets lists of images and boxes of any size, so one call is rarely at least as large as another in every position.
     So a list is compared as a whole: its number of tensors, their total elements, their longest sides, and their padded size.
@@ -101,7 +105,9 @@ def _single(shapes: Shapes) -> Shapes:
 
 
 def _extents(shapes: Shapes) -> dict[tuple[str, int, str], int]:
-    """Return the total sizes of each list, by dtype and number of dimensions."""
+    """Return a mapping that compares lists of tensors as a whole. Its values are the sizes of the lists; its keys name the
+    list, the number of dimensions, and the kind of size.
+    """
     lists: dict[tuple[str, int], list[tuple[int, ...]]] = {}
     for kind, sizes in shapes:
         if _IN_LIST in kind:

@@ -24,12 +24,15 @@ class Carried:
         self._before: dict[int, StorageWeakRef] = {}
 
     def note_before(self, device: torch.device) -> None:
-        """Remember all storages that exist now. They are not the loop's, or the user subtracts them from the budget."""
+        """Remember all storages that exist now. They do not count later: either they are not the loop's, or the user subtracts
+        them from the budget.
+        """
         live = live_tensors(device.type)
         self._before = {storage_of(tensor): StorageWeakRef(tensor.untyped_storage()) for tensor in live}
 
     def found(self, device: torch.device, batch: Any) -> list[torch.Tensor]:
-        """Return the tensors whose storage was made since `note_before`.
+        """Return the tensors that the loop keeps: those whose storage was made since `note_before`, without optimizer state and
+        without tensors that look like the batch.
 
         A storage's address identifies it, because the weak references in `_before` prevent that its address is used again.
         """

@@ -45,7 +45,7 @@ from plimsoll.units import format_bytes
 
 _WORTH_COMPILING = 0.25
 """Plans for other shapes differ in peak by at least this share of the distance between the lowest and the unmanaged peak. Each
-plan costs a compilation, so the ladder has at most five.
+plan costs a compilation, so the ladder (the plans to choose from) has at most five plans.
 """
 _FAR_ABOVE = 1.25
 """Run torch.compile's default partition to see if it fits, unless its predicted peak is above this multiple of the budget. Far
@@ -53,7 +53,7 @@ above the budget, the run could only run out of memory.
 """
 _STRATEGIES = ("auto", "none", "full")
 _ROUNDS = 7
-"""How many steps are timed for each of two ways to compile a plan, to find the faster one."""
+"""The number of timed steps for each of two orders of kernels, to find the faster one."""
 
 
 def plans_compiled(
@@ -65,7 +65,8 @@ def plans_compiled(
     room: object = None,
     may_take_forms: bool = False,
 ) -> bool:
-    """Return True if the plan decides about compiled parts.
+    """Return True if the plan decides about the parts that torch.compile compiles, and False if it decides only about eager
+    regions.
 
     If options are given that compiled parts do not support, and some region runs eagerly, warn and return False. Then the plan
     decides about eager regions only, and compiled parts keep all that they save.
@@ -104,7 +105,9 @@ def refuse_uncompilable(options: PlanOptions, strategy: str, *, room: object = N
 
 
 def _beyond(options: PlanOptions, strategy: str, room: object, *, takes_forms: bool) -> str:
-    """Return an option that a plan does not support inside torch.compile, or "". ``takes_forms``: only compiled blocks run."""
+    """Return the name of an option that a plan does not support inside torch.compile, or "" if all are supported. With
+    ``takes_forms``, only compiled blocks run, so values may be compressed or offloaded.
+    """
     usual = {"recompute", "compress", "offload"} if takes_forms else {"recompute"}
     return next(
         (
@@ -131,7 +134,8 @@ def compiled_planner(
     *,
     limit_bytes: int | None = None,
 ) -> CompiledPlanner:
-    """Read and time a step with compiled parts and return its planner. Errors are those of `plimsoll.plan`.
+    """Read the graphs of a step with compiled parts, time them, and return a planner for the step. Errors are those of
+    `plimsoll.plan`.
 
     ``limit_bytes`` is the most that reading and timing may allocate. They keep to it by saving fewer activations, so they may
     exceed a limit that is too small even without them.
@@ -155,7 +159,7 @@ def compiled_planner(
 
 
 def planned_parts(task: TrainingTask, patterns: tuple[str, ...] | None) -> tuple[CompiledUnit, ...]:
-    """Return the compiled units of a task, each with its regions."""
+    """Return the parts of a task's model that torch.compile compiles, each with the regions (managed module calls) in it."""
     held, _ = split_regions(task.model, task.units, patterns)
     return tuple(CompiledUnit(path=path, regions=names, options=task.compile_options) for path, names in held.items())
 
@@ -163,7 +167,8 @@ def planned_parts(task: TrainingTask, patterns: tuple[str, ...] | None) -> tuple
 def trace_compiled(
     task: TrainingTask, options: PlanOptions, progress: Progress = silent, *, limit_bytes: int | None = None
 ) -> tuple[Trace, Costs]:
-    """Return the step with its compiled parts as kernels, and the costs of the kernels and the engine.
+    """Return the trace of the step, where compiled parts are shown as kernels, and the seconds of the kernels and of the
+    engine.
 
     Raises:
         As `plimsoll.tracing.trace.trace` does.
@@ -181,7 +186,7 @@ def _trace(
     limit_bytes: int | None = None,
     is_timed: bool = True,
 ) -> Trace:
-    """Return the step with its compiled parts as kernels; without seconds if not ``is_timed``.
+    """Return the trace of the step, where compiled parts are shown as kernels. If not ``is_timed``, the kernels are not timed.
 
     Raises:
         As `plimsoll.tracing.trace.trace` does.
@@ -227,16 +232,18 @@ class CompiledPlanner(StepPlanner):
             msgspec.structs.replace(unit, copied_inputs=_copied_inputs(self.trace, unit)) for unit in compiled
         )
         self._is_in_order = True
-        """True if plans are made for the order of the graph; False if for inductor's own order."""
+        """True if plans are made for kernels in the order of the graph. False if they are made for inductor's own order of
+        kernels.
+        """
         self._default_bytes = 0
         self._trials: list[tuple[Plan, int]] = []
-        """Every plan that was run, with its measured peak."""
+        """Each plan that was run, together with its measured peak."""
         self.unseen_bytes = 0
-        """The largest excess of a trial over its prediction."""
+        """The largest difference in bytes between a trial's measured peak and its predicted peak."""
 
     def plan(self, strategy: str, step: Callable[[], TrainingStep], progress: Progress = silent) -> Plan:
-        """Override `StepPlanner.plan`: keep the default partition if it fits; else plan in inductor's own order or in the
-        graph's.
+        """Return the plan for the budget, as ``StepPlanner.plan`` does. Here the default partition is kept if it fits.
+        Otherwise the plan is made in inductor's own order of kernels or in the graph's order.
 
         If the first plan in inductor's own order keeps to the budget, take it. If only a tighter plan does, or no plan, also
         make a plan in the graph's order, and take the faster of the two.
@@ -286,7 +293,7 @@ class CompiledPlanner(StepPlanner):
 
     @property
     def _may_fail(self) -> tuple[type[BaseException], ...]:
-        """Errors from one kernel order that make us try the other.
+        """The types of errors from one order of kernels that make the planner try the other order.
 
         With several ranks, out of memory is not among them: the other ranks wait in a collective of that step, and only an
         error that leaves the step releases them.
@@ -294,7 +301,9 @@ class CompiledPlanner(StepPlanner):
         return (BudgetBelowFloor,) if self._agreement.size > 1 else (BudgetBelowFloor, torch.OutOfMemoryError)
 
     def _is_far_above_budget(self, plan: Plan) -> bool:
-        """True if the prediction alone shows that the plan does not fit. Running such a plan could run out of memory."""
+        """Return True if the prediction alone shows that the plan does not fit. Such a plan is not run, because the run could
+        run out of memory.
+        """
         if self.budget_bytes is None:
             return False
         return self.ranks.worst_bytes(self.own(plan).predicted_peak_bytes) > _FAR_ABOVE * self.budget_bytes
@@ -339,7 +348,9 @@ class CompiledPlanner(StepPlanner):
         return max(self._agreement.all_of("seconds", paired_ratio(first, second).median, float))
 
     def solve(self, budget_bytes: int | None, strategy: str = "auto", **how: Any) -> Plan:
-        """Override `StepPlanner.solve`: add the compiled units, their order, and the measured baseline."""
+        """Solve a plan, as ``StepPlanner.solve`` does. The result also names the compiled units and their order of kernels, and
+        has the measured baseline.
+        """
         solved = super().solve(budget_bytes, strategy, **how)
         own: dict[str, Any] = {} if self._is_in_order else {"is_in_order": False}
         if strategy == "none":  # the default partition reads changed inputs without copies
@@ -349,31 +360,41 @@ class CompiledPlanner(StepPlanner):
         return msgspec.structs.replace(solved, compiled=units, baseline_peak_bytes=baseline_bytes)
 
     def run(self, step: TrainingStep, plan: Plan, *, unseen_bytes: int = 0) -> TrialRun:
-        """Override `StepPlanner.run`: also note the plan's peak and the largest excess over a prediction."""
+        """Run a plan and return its measurement, as ``StepPlanner.run`` does. Also remember the plan's peak, and by how much it
+        exceeded the prediction if that is the most so far.
+        """
         told = super().run(step, plan, unseen_bytes=unseen_bytes)
         self._trials.append((plan, told.peak_bytes))
         self.unseen_bytes = max(self.unseen_bytes, self._ran.peak_bytes - self.own(plan).predicted_peak_bytes)
         return told
 
     def _sense(self, step: TrainingStep) -> Sensed:
-        """Override `StepPlanner._sense`: try codecs on what the compiled blocks save."""
+        """Measure the forms (compressed or offloaded) that values could be held in, as ``StepPlanner._sense`` does. Here codecs
+        are tried on the values that compiled blocks save.
+        """
         watched = msgspec.structs.replace(self.extremes.lowest, compiled=self._compiled)
         return sense_compiled(step, self.trace, self.costs, watched, self.options)
 
     def beside(self, trace: Trace, costs: Costs) -> StepPlanner:
-        """Override `StepPlanner.beside`: the new planner has the same compiled units."""
+        """Return a planner for another step of the same model, as ``StepPlanner.beside`` does. The new planner has the same
+        compiled units.
+        """
         return CompiledPlanner(self._compiled, trace, costs, self.options, self.own_budget_bytes)
 
     def traced(
         self, task: TrainingTask, *, optimizer_is_optional: bool, limit_bytes: int, is_timed: bool
     ) -> tuple[Trace, Costs | None]:
-        """Override `StepPlanner.traced`: read the compiled parts from their graphs."""
+        """Trace another step of the same model, as ``StepPlanner.traced`` does. Here compiled parts are read from their
+        graphs.
+        """
         if is_timed:
             return trace_compiled(task, self.options, limit_bytes=limit_bytes)
         return _trace(task, self.options, is_timed=False), None
 
     def rungs(self) -> Iterator[Plan]:
-        """Override `StepPlanner.rungs`: yield only a few plans with clearly different peaks, because each one is compiled."""
+        """Yield plans with falling peaks, as ``StepPlanner.rungs`` does. Only a few plans with clearly different peaks are
+        yielded, because each one must be compiled.
+        """
         found = list(super().rungs())
         spare_bytes = found[0].predicted_peak_bytes - found[-1].predicted_peak_bytes
         last_bytes = 0
@@ -384,7 +405,7 @@ class CompiledPlanner(StepPlanner):
                 yield msgspec.structs.replace(plan, compiled=self._compiled)
 
     def _untouched(self, peak_bytes: int) -> Plan:
-        """Return a plan that does not touch the compilation."""
+        """Return a plan that does not change torch.compile's default partition. Its predicted peak is ``peak_bytes``."""
         solved = self.solve(None, "none")
         note = f"torch.compile's own partition is kept: its measured peak was {format_bytes(peak_bytes)}"
         return msgspec.structs.replace(
@@ -393,5 +414,5 @@ class CompiledPlanner(StepPlanner):
 
 
 def _copied_inputs(trace: Trace, unit: CompiledUnit) -> tuple[str, ...]:
-    """Return the names of inputs that backward reads copies of, in any call of a unit's regions."""
+    """Return the names of a compiled unit's inputs whose copies backward reads in some call of the unit's regions."""
     return tuple(sorted({name for call in trace.regions if call.name in unit.regions for name in call.copied_inputs}))

@@ -27,7 +27,7 @@ from plimsoll.tracing.compiled.units import PlannedCall, Unit, as_ours, install_
 
 
 class CompiledStep:
-    """A model with compiled parts whose training steps are managed."""
+    """A model with compiled parts under ``attach``. It wraps the model if necessary, traces it and makes its plans."""
 
     def __init__(self, model: nn.Module, units: Sequence[Unit]) -> None:
         self._units = tuple(units)
@@ -37,25 +37,28 @@ class CompiledStep:
         """The module whose calls are training calls."""
 
     def away(self) -> contextlib.AbstractContextManager[None]:
-        """Remove our wrapper inside the block, where the model is recompiled."""
+        """Return a context that removes our wrapper inside the ``with`` block, where the model is compiled again."""
         return contextlib.nullcontext() if self._outside is None else self._outside.away()
 
     def remove(self) -> None:
-        """Undo everything. Calling it twice does no harm."""
+        """Remove the wrapper from the model. Calling it twice does no harm."""
         if self._outside is not None:
             self._outside.take_out()
 
     def with_units(self, task: TrainingTask) -> TrainingTask:
-        """Return the task of a call with the compiled parts of the model, which every trace must know."""
+        """Return the task of a training call, completed with the model's compiled parts. Each trace needs to know these
+        parts.
+        """
         return dataclasses.replace(task, units=self._units)
 
     def plan(
         self, agreement: Agreement, task: TrainingTask, options: PlanOptions, budget: Budget, *, accumulates: bool
     ) -> tuple[StepPlanner, Plan, int]:
-        """Make the plan for the budget.
+        """Make the plan for the budget. It is compiled and run to check its peak.
 
         Returns:
-            The planner, its plan, and the largest excess in bytes of a trial over its prediction.
+            The planner, its plan, and the largest difference in bytes between the measured peak of a trial (a run of a plan)
+                and its predicted peak.
         """
         with gradients_as_if(task.model, are_there=True) if accumulates else contextlib.nullcontext(), task.compiled():
             planner = compiled_planner(agreement, task, options, budget, limit_bytes=budget.asked_bytes)

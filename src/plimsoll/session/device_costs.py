@@ -35,12 +35,14 @@ from plimsoll.artifacts.trace import OpSpec, Trace
 from plimsoll.session.manage import manage
 
 _COMPUTE_BOUND_FLOPS_PER_BYTE = 8.0
-"""An op with more FLOPs per byte counts as bound by arithmetic. Real devices are between 5 (slow f32) and 300 (bf16, H100)."""
+"""An op with more FLOPs per byte than this counts as limited by arithmetic, not by bandwidth. Real devices change over between
+5 (slow f32) and 300 (bf16, H100).
+"""
 _LARGE_BYTES = 2**18
-"""Times of ops that move fewer bytes show launch time rather than bandwidth."""
+"""Only ops that move at least this many bytes show the bandwidth. The times of smaller ops mostly show the launch time."""
 
 _OPS_PER_LINK = 3
-"""One op in forward; its derivative and a product in backward."""
+"""The number of ops that one link of the measured chain runs: one op in forward, its derivative and a product in backward."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,7 +64,8 @@ class EngineOverhead:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChainLaps:
-    """Seconds of one step of a chain: entering the region, each link of forward, leaving the region, and each link of backward.
+    """The seconds of one step of the measured chain of ops, as data: entering the region, each op of forward, leaving the
+    region, and each op of backward.
 
     Both tuples are in the order of forward.
     """
@@ -81,20 +84,21 @@ _NO_ENGINE = EngineOverhead()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FittedRoofline:
-    """The rates that a device reached on the timed ops."""
+    """The rates that a device reached on the timed ops, as data: bandwidth, arithmetic rate and launch time."""
 
     bytes_per_second: float
     flops_per_second: float
     launch_seconds: float
     relative_error: float
-    """Median of |fitted - measured| / measured over the ops that it was fitted to."""
+    """The median of |fitted - measured| / measured over the ops that the rates were fitted to."""
 
     def seconds(self, spec: OpSpec) -> float:
         return self.launch_seconds + max(spec.moved_bytes / self.bytes_per_second, spec.flops / self.flops_per_second)
 
 
 def measured_costs(trace: Trace, engine: EngineOverhead = _NO_ENGINE) -> Costs:
-    """Return the seconds of every op of ``trace`` on the device that it was traced on, and of the engine's work on this host.
+    """Return the seconds of each op of ``trace`` on the device that it was traced on, and the seconds of the engine's work on
+    this host.
 
     A plan's extra seconds are the seconds of its replayed ops, plus ``engine`` for every region that it touches. A fake trace
     is not timed and needs ``roofline_costs``.
@@ -123,7 +127,8 @@ def measured_costs(trace: Trace, engine: EngineOverhead = _NO_ENGINE) -> Costs:
 
 
 def hides_host_work(trace: Trace, ops: Mapping[str, OpCost], engine: EngineOverhead) -> bool:
-    """True if the step's ops keep the device busy for longer than the host takes to launch them, so that the host runs ahead.
+    """Return True if the device needs longer for the step's ops than the host needs to launch them. The host's work then runs
+    ahead of the device and costs no time.
 
     The two are measured separately: ops in device seconds (``CudaClock``), the host by a chain of small ops on the device.
     Known weakness: not yet run on a GPU; if only some launches are the bottleneck, the whole step gets one answer.
@@ -207,7 +212,8 @@ the engine's real ones, but measuring took too long.
 
 
 def measure_engine(trace: Trace) -> EngineOverhead:
-    """Return host seconds of the engine next to ops like those of ``trace``; zeros if regions cannot be managed now.
+    """Measure the host seconds that the engine adds between ops like the ops of ``trace``, and return them. They are zeros if
+    regions cannot be managed now.
 
     That happens if other code's hooks on saved tensors are active around the call. Random state and modes do not change.
     """
@@ -216,7 +222,9 @@ def measure_engine(trace: Trace) -> EngineOverhead:
 
 
 def _touched_bytes(trace: Trace) -> int:
-    """Return the bytes that an op of the step moves on average through the host's caches; 0 if not on a CPU."""
+    """Return the bytes that an average op of the step moves through the host's caches. They are 0 if the step does not run on a
+    CPU.
+    """
     moved = [trace.specs[op.cost_key].moved_bytes for op in trace.ops if op.cost_key in trace.specs]
     if not moved or torch.device(trace.device).type != "cpu":
         return 0
@@ -243,14 +251,16 @@ def _measure(touched_bytes: int, device: torch.device) -> EngineOverhead:
 
 
 def _dropped(links: int) -> list[int]:
-    """Return the links whose result, saved by the next link, is dropped. They come in pairs, so that every second one ends a
-    recipe's chain.
+    """Return the indices of the links (ops of the measured chain) whose result is dropped and rebuilt. They come in pairs, so
+    that each second one ends the chain of ops that a recipe runs again.
     """
     return [link for link in range(links - 1) if link % 4 < 2]
 
 
 class _Stopwatch:
-    """Records the time between two laps. It does not count the time that it spends on touching memory to cool the caches."""
+    """Records the seconds between two laps (calls of ``lap``). The time that it spends on touching memory to cool the caches is
+    not counted.
+    """
 
     def __init__(self, touched_bytes: int) -> None:
         self.laps: list[float] = []
@@ -267,7 +277,9 @@ class _Stopwatch:
 
 
 class _Chain(nn.Module):
-    """A chain of small ops that each save their input. A lap ends before and after each op, in forward and in backward."""
+    """A module that runs a chain of small ops; each op saves its input. The time is taken before and after each op, in forward
+    and in backward.
+    """
 
     def __init__(self, links: int, watch: _Stopwatch) -> None:
         super().__init__()
@@ -355,7 +367,8 @@ def overhead_of(
     long: Sequence[ChainLaps],
     rebuilt: Collection[int],
 ) -> EngineOverhead:
-    """Compute the engine's seconds from the laps of several steps. None is negative.
+    """Compute the seconds that the engine (the code that runs plans) adds, from the laps of several steps. None of the results
+    is negative.
 
     ``unmanaged`` are steps of the long chain without the engine; ``short`` and ``long`` are managed steps. A region takes
     longer to return if more was saved in it. ``rebuilt`` are the links whose saved tensor is rebuilt.
@@ -391,5 +404,7 @@ def faster_half_median(samples: Sequence[float]) -> float:
 
 
 def _typical(steps: Sequence[ChainLaps], of: Callable[[ChainLaps], Iterable[float]]) -> float:
-    """For laps of one kind, return the mean over laps of each lap's median in the faster half of the steps."""
+    """Return the typical seconds of laps of one kind. For each lap, take the median over the faster half of the steps, and then
+    the mean over the laps.
+    """
     return statistics.fmean(map(faster_half_median, zip(*map(of, steps), strict=True)))

@@ -13,7 +13,10 @@ from plimsoll.tracing.zero import WholeRegions, is_gathered_by_zero
 
 
 class EagerStep:
-    """An eager model whose training steps are managed."""
+    """Prepares an eager model for ``attach``, and restores the model at the end. A block whose parameters DeepSpeed's ZeRO-3
+    gathers layer by layer is gathered as a whole, and inputs that bitsandbytes' 8-bit products keep without need are freed. The
+    model is not wrapped.
+    """
 
     def __init__(self, model: nn.Module, options: PlanOptions) -> None:
         self.watched = model
@@ -31,6 +34,6 @@ class EagerStep:
         return contextlib.nullcontext()
 
     def remove(self) -> None:
-        """Undo everything. Calling it twice does no harm."""
+        """Undo the changes to the model. Calling it twice does no harm."""
         self._whole.put_back()
         self._unread.put_back()

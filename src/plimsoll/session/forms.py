@@ -1,8 +1,9 @@
 """Measures the forms (compressed, offloaded) that the values of a step can be held in: bytes, seconds and noise.
 
-One step runs at the lowest memory while a sensor watches it. Its gradients equal the unmanaged model's gradients, and are kept
-as the reference for lossy plans. Codecs are tried on the first, the middle and the last call of every kind of region. All calls
-of a kind share the result: the largest payload, and the root mean square of noise and sensitivity.
+One step runs at the lowest memory while a sensor (hooks that try codecs on saved values) watches it. Its gradients equal the
+unmanaged model's gradients, and are kept as the reference for lossy plans. Codecs are tried on the first, the middle and the
+last call of every kind of region. All calls of a kind share the result: the largest payload, and the root mean square of noise
+and sensitivity.
 
 Queries and keys stay exact. Backward of fused attention recomputes the probabilities as exp(q·k - log-sum-exp), with the
 log-sum-exp that forward saved. If queries or keys are restored with an error, they no longer match the log-sum-exp, and the
@@ -44,11 +45,11 @@ from plimsoll.tracing.meters.timing import clock_for, one_thread
 from plimsoll.tracing.recorder.untouched import untouched
 
 LOSSY = ("bf16", "int8:unrotated", "int8", "int4:unrotated", "int4")
-"""Lossy codecs that ``auto`` chooses from."""
+"""Names of the lossy codecs that the strategy ``auto`` chooses from."""
 _LEAST_BYTES = 4096
-"""Smaller values are not worth another form."""
+"""Values with fewer bytes than this are not compressed or offloaded, because that would not save enough."""
 _LEAST_LINK_BYTES = 1 << 16
-"""Transfers of fewer bytes are mostly overhead."""
+"""Values with fewer bytes than this are not offloaded, because such transfers are mostly overhead."""
 _STATISTIC_SHARE = 8
 """An op's output that is at least 8 times smaller than the op's largest input is a statistic (a norm's mean, a softmax's
 logarithm). Backward needs it exactly.
@@ -57,21 +58,24 @@ _SLACK = 1.1
 """If a payload's size depends on the data, it may grow by this factor before the value is kept instead."""
 _FUSED_ATTENTION = "scaled_dot_product"
 _SCORE_INPUTS = 2
-"""The query and the key are the first inputs."""
+"""The number of inputs of fused attention that scores are computed from: the query and the key are its first two inputs."""
 _MAXIMUM = re.compile(r"(?<!:):(amax|logsumexp)(#\d+)?$")
 """Names of the values that a softmax saves in a compiled block."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sensed:
-    """The forms, and the gradients of the step that the sensor observed (on the CPU)."""
+    """What trying codecs and links in one step gave, as data: the forms (ways to hold a value other than unchanged), and that
+    step's gradients on the CPU.
+    """
 
     forms: Forms
     gradients: dict[str, torch.Tensor | None]
 
 
 def sense_forms(step: TrainingStep, trace: Trace, costs: Costs, lowest: Plan, options: PlanOptions) -> Sensed:
-    """Run one step under the plan with the lowest peak, and measure the forms that its values could be held in.
+    """Run one step under the plan with the lowest peak, and measure the forms (codecs and links) that its values could be held
+    in.
 
     The model must not be managed. It is restored afterwards.
 
@@ -98,7 +102,7 @@ def sense_forms(step: TrainingStep, trace: Trace, costs: Costs, lowest: Plan, op
 
 
 def sense_compiled(step: TrainingStep, trace: Trace, costs: Costs, plan: Plan, options: PlanOptions) -> Sensed:
-    """Measure the forms that the saved values of compiled blocks could be held in.
+    """Measure the forms (codecs and links) that the saved values of compiled blocks could be held in.
 
     Codecs are tried in one step with everything saved. A link returns exactly what it was given, so if only offloading is
     allowed, no step is run. ``plan`` says what is compiled.
@@ -128,7 +132,8 @@ def sense_compiled(step: TrainingStep, trace: Trace, costs: Costs, plan: Plan, o
 def _follow_noise(
     step: TrainingStep, trace: Trace, sensor: Sensor, gradients: Mapping[str, torch.Tensor | None]
 ) -> None:
-    """Measure how noise in each saved value changes the gradients: one step for each value of each kind of compiled block.
+    """Measure how an error in each saved value of compiled blocks changes the gradients. For each value of each kind of block
+    that a lossy codec may take, one step runs with noise added to that value.
 
     Noise cannot be followed through a compiled block, because the block is one node of autograd.
     """
@@ -156,12 +161,12 @@ def _follow_noise(
 
 
 def _energies(gradients: Mapping[str, torch.Tensor | None]) -> dict[str, float]:
-    """Return the squared norm of every parameter's gradient."""
+    """Return a mapping from each parameter's name to the squared norm of its gradient."""
     return {name: squared_norm(gradient) for name, gradient in gradients.items() if gradient is not None}
 
 
 def _wished(options: PlanOptions) -> tuple[str, ...]:
-    """Return the codecs that strategies and overrides name."""
+    """Return the names of the codecs that the user named in strategies and overrides."""
     by_override = {find_codec(o.form).name for o in options.overrides if o.decision is Decision.COMPRESS and o.form}
     return (*options.codecs, *sorted(by_override))
 
@@ -175,7 +180,7 @@ def _codecs(options: PlanOptions) -> tuple[str, ...]:
 
 
 def _sampled(trace: Trace) -> frozenset[RegionKey]:
-    """Return the first, the middle and the last call of every kind."""
+    """Return the region calls that codecs are tried on: the first, the middle and the last call of each kind of region."""
     kinds: dict[str, list[RegionKey]] = {}
     for call in trace.regions:
         kinds.setdefault(call.kind, []).append((call.name, call.call))
@@ -199,7 +204,7 @@ def _measure_link(options: PlanOptions, device: torch.device) -> tuple[LinkCost 
 
 @dataclass(frozen=True)
 class _FormMaker:
-    """Makes forms from a sensor's records."""
+    """Makes the forms (ways to hold a value: a codec or a link) of a step's values from the sensor's records."""
 
     trace: Trace
     costs: Costs
@@ -209,7 +214,7 @@ class _FormMaker:
     speed: LinkSpeed | None
     device: str
     wished: Collection[str]
-    """Codecs that the user named."""
+    """Names of the codecs that the user asked for."""
 
     @functools.cached_property
     def _energy(self) -> dict[str, float]:
@@ -254,7 +259,9 @@ class _FormMaker:
     def _form(
         self, codec_name: str, graph: RegionGraph, name: str, seen: Sequence[Seen], readers: frozenset[str]
     ) -> Form | str:
-        """Return the form for one codec and one value, or the reason why the codec cannot be used."""
+        """Return the form of one value under one codec: its bytes, seconds and error. If the codec cannot be used, return the
+        reason as text.
+        """
         codec = find_codec(codec_name)
         trials = [entry.trials[codec_name] for entry in seen if codec_name in entry.trials]
         value = next(v for v in graph.values if v.name == name)
@@ -286,9 +293,10 @@ class _FormMaker:
         )
 
     def _sensitivity(self, name: str, sampled: Sequence[tuple[RegionCall, Seen]]) -> float:
-        """Return the relative error of the whole gradient per unit of noise; infinite for values that must be exact.
+        """Return the relative error of the whole gradient per unit of relative error in the named value. It is infinite for
+        values that must be exact.
 
-        Those are values that are not floating-point numbers, and queries and keys, whatever they are rebuilt from.
+        Such values are all that are not floating-point numbers, and queries and keys, whatever they are rebuilt from.
         """
         total = sum(self._energy.values())
         if not sampled or not total:
@@ -301,7 +309,9 @@ class _FormMaker:
         return math.sqrt(statistics.fmean(squares))
 
     def _upstream(self, call: RegionCall) -> float:
-        """Return the squared norm of the gradients upstream: of earlier regions, and of parameters outside of all regions."""
+        """Return the squared norm of the gradients that an error in this call's values can change: those of earlier regions,
+        and of parameters outside of all regions.
+        """
         others = {f"{other.name}." for other in self.trace.regions if other.index >= call.index}
         return sum(energy for name, energy in self._energy.items() if not name.startswith(tuple(others)))
 
@@ -323,7 +333,9 @@ class _FormMaker:
         )
 
     def _copy_seconds(self, bytes_: int, cpu_seconds_per_byte: float) -> float:
-        """Return the processor's seconds for one transfer; 0 on a GPU, because its copy engines do the work."""
+        """Return the processor's seconds for the transfer of ``bytes_`` bytes. They are 0 on a GPU, because its copy engines do
+        the work.
+        """
         if self.device != "cpu" or self.speed is None:
             return 0.0
         return self.speed.latency_seconds + bytes_ * cpu_seconds_per_byte
@@ -350,7 +362,7 @@ def made_into_scores(graph: RegionGraph) -> frozenset[str]:
 
 
 def _queries_and_keys(graph: RegionGraph) -> list[int]:
-    """Return the values that fused attention computes scores from.
+    """Return the ids of the values in the region that fused attention computes scores from (queries and keys).
 
     In compiled code, also the scores themselves, if a softmax keeps their maximum and their sum.
     """
@@ -368,7 +380,9 @@ def _is_statistic(graph: RegionGraph, name: str) -> bool:
 
 
 def _worthwhile(forms: Sequence[Form], wished: Collection[str]) -> list[Form]:
-    """Return the forms that no other form beats in bytes, seconds and noise at once, and the forms that the user named."""
+    """Leave out forms that another form beats in bytes, in seconds and in noise. Return the rest, together with the forms that
+    the user named (``wished``).
+    """
 
     def beats(one: Form, other: Form) -> bool:
         pairs = ((one.held_bytes, other.held_bytes), (one.seconds, other.seconds), (one.noise, other.noise))
@@ -385,7 +399,7 @@ _RUNS = 3
 
 @dataclass(frozen=True, slots=True)
 class CodecSeconds:
-    """Seconds to encode and to decode one tensor."""
+    """The seconds that a codec takes to encode one tensor and to decode it, as data."""
 
     encode: float
     decode: float

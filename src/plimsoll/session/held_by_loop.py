@@ -33,7 +33,9 @@ _MOST_LEVELS = 8
 
 
 class _Level(NamedTuple):
-    """A reading at the beginning of a step, the bytes that the loop held then, and the part of them that graphs held."""
+    """What was read at the beginning of a step, as data: the allocated bytes, the bytes that the loop held then, and the part
+    of these that autograd graphs held.
+    """
 
     reading: int
     bytes: int
@@ -41,7 +43,9 @@ class _Level(NamedTuple):
 
 
 class HeldByLoop:
-    """Bytes that the loop holds, without parameters, gradients, buffers, optimizer state and the batch."""
+    """Finds how many bytes the training loop holds at the beginning of a step, without parameters, gradients, buffers,
+    optimizer state and the batch.
+    """
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self.carried = Carried()
@@ -49,15 +53,19 @@ class HeldByLoop:
         self.state_bytes = 0
         """Bytes of state of the optimizers that train the model, as the last search found them."""
         self.hidden_bytes = 0
-        """The part of ``bytes`` that autograd graphs hold, where Python finds no tensors."""
+        """The part of ``bytes`` that is held by autograd graphs. Python finds no tensors there."""
         self.batch_bytes = 0
-        """Bytes of the batch's storages that its tensors do not show: a slice keeps the whole tensor alive."""
+        """Bytes that the batch's storages have in addition to the batch's tensors: a slice keeps the whole storage alive."""
         self._model, self._device = model, device
         self._levels: dict[bool, list[_Level]] = {}
-        """Known levels, the latest last, separately for steps that begin without gradients (False) and with them (True)."""
+        """Readings at the beginning of earlier steps, the latest last. Steps that begin without gradients (False) and with
+        gradients (True) have separate lists.
+        """
         self._patience = self._waited = 0
         self._record_bytes = self._run_bytes = 0
-        """Bytes of records, and the bytes that the last steps in a row have added."""
+        """Two numbers: the bytes of records (tensors that the loop collects, such as outputs for a metric), and the bytes that
+        the last steps in a row have added to them.
+        """
 
     def begin(
         self,
@@ -69,7 +77,7 @@ class HeldByLoop:
         leaves_graph: bool,
         peak_bytes: int,
     ) -> None:
-        """Update ``bytes`` before a step of about ``peak_bytes``.
+        """Called at the beginning of a step whose peak is about ``peak_bytes``. Find what the loop holds, and update ``bytes``.
 
         ``leaves_graph``: an earlier step failed before its backward ended, or retained its graph.
         """
@@ -113,7 +121,9 @@ class HeldByLoop:
         del levels[:-_MOST_LEVELS]
 
     def _look_for_less(self, last: _Level, reading: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Find what the loop still holds, although less is allocated than at ``last``."""
+        """Called if less is allocated than at the earlier reading ``last``. Find what the loop still holds, and update
+        ``bytes``.
+        """
         self.bytes, self.hidden_bytes = last.bytes, last.hidden_bytes
         if not last.bytes:
             return
@@ -124,8 +134,8 @@ class HeldByLoop:
         self.bytes, self.hidden_bytes = self.bytes - self.hidden_bytes + hidden_bytes, hidden_bytes
 
     def _first_level(self, reading: int, *, accumulates: bool) -> _Level:
-        """Return the level of the first step that begins with gradients (or without), derived from the last step of the other
-        kind.
+        """Return the reading to compare with in the first step that begins with gradients, or the first that begins without. It
+        is derived from the last step of the other kind.
 
         If less is allocated than that step and the gradients explain, the loop has freed what it held. Without this, a budget
         above the unmanaged peak of a learned loss was refused.
@@ -140,7 +150,9 @@ class HeldByLoop:
         return _Level(reading, held_bytes, min(held_bytes, self.hidden_bytes))
 
     def planned(self, added_bytes: int) -> None:
-        """Note that planning has allocated ``added_bytes`` since ``begin``. The loop does not hold them."""
+        """Note that making plans has allocated ``added_bytes`` since ``begin``, so that these bytes do not count as held by the
+        loop.
+        """
         if added_bytes:
             for levels in self._levels.values():
                 levels[:] = [each._replace(reading=each.reading + added_bytes) for each in levels]
@@ -158,7 +170,9 @@ class HeldByLoop:
         self.bytes = visible_bytes + self.hidden_bytes
 
     def _without_records(self, visible_bytes: int, was_visible_bytes: int) -> int:
-        """Return ``visible_bytes`` without records, which are tensors that have grown in two consecutive steps."""
+        """Subtract the bytes of records from ``visible_bytes``, and return the rest. Records are tensors that have grown in two
+        consecutive steps.
+        """
         more_bytes = max(0, visible_bytes - was_visible_bytes)
         is_record = more_bytes > 0 and self._run_bytes > 0
         self._run_bytes += more_bytes
@@ -170,7 +184,7 @@ class HeldByLoop:
 
 
 def _hidden_in_batch(batch: Iterable[torch.Tensor], device: torch.device) -> int:
-    """Return how much larger the storages of a batch are than its tensors."""
+    """Return the bytes of the batch's storages minus the bytes of its tensors on this device."""
     plain = [tensor for tensor in batch if tensor.layout is torch.strided and not is_wrapper(tensor)]
     shown: dict[int, int] = {}
     for tensor in plain:

@@ -35,14 +35,17 @@ _MOST_VAIN = 3
 
 
 class _Need(msgspec.Struct, frozen=True, kw_only=True):
-    """True if a rank has a batch of unknown shape, and the facts that must be equal on all ranks if they trace together."""
+    """What ranks send each other to decide whether they trace, as data: whether this rank has a batch of unknown shape, and
+    facts that must be equal on all ranks that trace together.
+    """
 
     is_needed: bool
     facts: dict[str, str]
 
 
 class JointTraces:
-    """Traces new shapes, together with all ranks of an agreement or alone in a single process.
+    """Decides which training calls trace new shapes, and traces them. All ranks of an agreement trace together; a single
+    process traces alone.
 
     Create it in the training call whose step is traced first.
     """
@@ -62,11 +65,13 @@ class JointTraces:
         return self._agreement
 
     def begin_anew(self) -> None:
-        """Ask again from the next call on. All ranks must call this together."""
+        """Exchange again from the next call on whether some rank has an unknown shape. All ranks must call this together."""
         self._calm = 0
 
     def plan_for(self, call: int, shapes: Shapes, plans: ShapePlans, task: Callable[[], TrainingTask]) -> Plan:
-        """Return the plan for a training call. If a rank that traces with this one meets an unknown shape, trace first."""
+        """Return the plan for a training call. If a rank that traces with this one has a batch of unknown shape, trace
+        first.
+        """
         is_needed = plans.lacks(shapes)
         if not self._is_due(call, task, is_needed=is_needed):
             if is_needed and self._calm >= _CALM_CALLS and not (self._has_warned or plans.bounds(shapes)):
@@ -96,7 +101,7 @@ class JointTraces:
         return is_due
 
     def together(self) -> contextlib.AbstractContextManager[None]:
-        """Trace and plan inside the block, and wait for the other ranks at its end.
+        """Return a context for tracing and planning. At its end, wait for the other ranks.
 
         The wait allows for a rank that solves for longer. Otherwise the next exchange could time out.
         """
@@ -104,12 +109,14 @@ class JointTraces:
 
 
 def facts_of(task: TrainingTask) -> dict[str, str]:
-    """Return what must be equal on ranks that step together. This includes the batch if the ranks split its activations."""
+    """Return the facts of a step that must be equal on ranks that run it together, as text by name. They include the batch's
+    shapes if the ranks split its activations.
+    """
     return {what: it for what, it in task.facts().items() if what != BATCH or splits_activations(task.model)}
 
 
 def _turn_of(model: nn.Module) -> tuple[bool, bool]:
-    """Return which kind of micro-batch comes next, if gradients wait for a later reduction. Traces of two kinds differ, so all
-    traces are made in the kind of the first trace.
+    """Return the kind of the micro-batch that comes next, if gradients wait for a later reduction. Traces of two kinds differ,
+    so all traces are made in the kind of the first trace.
     """
     return holds_gradients_back(model), any(True for _ in waiting_gradients(model))

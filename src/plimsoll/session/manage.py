@@ -22,7 +22,7 @@ from plimsoll.units import format_bytes
 
 
 def manage(model: nn.Module, plan: Plan, **options: Any) -> Handle:
-    """Apply the plan. If recipes repeat collectives, ranks compare them when a region is recorded.
+    """Apply the plan to the model. If recipes repeat collectives, ranks compare these collectives when a region is recorded.
 
     Options and errors are those of `plimsoll.engine.apply.apply_plan`.
     """
@@ -32,7 +32,8 @@ def manage(model: nn.Module, plan: Plan, **options: Any) -> Handle:
 def manage_together(
     agreement: Agreement, model: nn.Module, plan: Plan, *, sentinel_every: int = 1, verify_every: int = 0
 ) -> Handle:
-    """Apply the plan on all ranks of the agreement. Call this inside the agreement's block. If another rank fails, undo it.
+    """Apply the plan on all ranks of the agreement. Call this inside the agreement's ``with`` block. If another rank fails, the
+    plan is removed here too.
 
     Raises:
         PlanMismatch, PlanNotUsable, OffloadFailed: the plan cannot be applied here.
@@ -48,7 +49,7 @@ def manage_together(
 
 
 def agree_on_service(region: str, peers: tuple[int, ...], service: str) -> None:
-    """Compare how a region is served, and which collectives its recipes repeat, with the ranks that it communicates with.
+    """Check that ranks that communicate serve a region in the same way and repeat the same collectives in its recipes.
 
     If one rank kept values that the others rebuild, the others would wait in a collective for ever. So ranks compare once,
     after the region was recorded. ``peers`` are global ranks, including this one.

@@ -31,13 +31,15 @@ from plimsoll.tracing.torch_internals import is_profiled, is_profiler_on
 from plimsoll.tracing.zero import held_by_deepspeed
 
 FORWARD, LOSS, BACKWARD, AFTER_BACKWARD, OPTIMIZER = "forward", "loss", "backward", "after backward", "optimizer"
-"""The parts of a measured step. LOSS lasts from the end of a forward until gradients reach the forward's output. OPTIMIZER is
-the step of the model's own optimizer, and AFTER_BACKWARD everything else between a backward and the next forward.
+"""The names of the parts of a measured step. LOSS lasts from the end of a forward until gradients reach the forward's output.
+OPTIMIZER is the step of the model's own optimizer. AFTER_BACKWARD is everything else between a backward and the next forward.
 """
 
 
 class MeasuredStep:
-    """Measures the bytes of one step, from the forward that is about to run. ``end`` returns whether this succeeded."""
+    """Measures the memory of one training step, beginning with the forward that is about to run. ``end`` ends the measurement
+    and returns whether it succeeded.
+    """
 
     def __init__(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], carried: Carried | None = None
@@ -55,8 +57,8 @@ class MeasuredStep:
         self.has_trained = False
         """Set by the owner if a backward has run. Otherwise `end` looks for gradients or for parameters that were written."""
         self.trains_another = False
-        """Set by the owner if the optimizer of another model has stepped since. AFTER_BACKWARD then contains the training
-        of that model, which is no part of this step.
+        """Set by the owner if the optimizer of another model has stepped since. AFTER_BACKWARD then contains the training of
+        that model, which does not belong to this step.
         """
         self._meter: PeakMeter | None = None
         # On a CPU the meter is torch's profiler, and only one can run. The user's profiler has precedence.
@@ -66,7 +68,7 @@ class MeasuredStep:
             self._meter.__enter__()
 
     def note(self, part: str) -> None:
-        """Attribute what follows to ``part``, until the next call."""
+        """Attribute all memory from now on to ``part`` of the step (such as ``LOSS``), until the next call of this method."""
         if self._meter is not None:
             self._meter.mark(part)
 
@@ -91,21 +93,25 @@ class MeasuredStep:
 
     @property
     def step_peak_bytes(self) -> int:
-        """The peak until the last backward ended. It includes bytes that existed before the step, except optimizer state."""
+        """The peak of the step until the last backward ended, in bytes. It includes bytes that existed before the step, but not
+        optimizer state.
+        """
         assert self._meter is not None
         before = self._meter.windows[: self._last_backward_end]
         return self.static_bytes + max(window.peak_bytes for window in before)
 
     @property
     def loss_peak_bytes(self) -> int:
-        """The peak between forward and backward, without optimizer state."""
+        """The peak between forward and backward in bytes, without optimizer state."""
         assert self._meter is not None
         peaks = [window.peak_bytes for window in self._meter.windows if window.name == LOSS]
         return self.static_bytes + max(peaks, default=0)
 
     @property
     def optimizer_peak_bytes(self) -> int:
-        """The peak after the last backward, without optimizer state that existed before; 0 if this part was not measured."""
+        """The peak after the last backward in bytes, without optimizer state that existed before. It is 0 if this part was not
+        measured.
+        """
         assert self._meter is not None
         after = self._meter.windows[self._last_backward_end :]
         peaks = [window.peak_bytes for window in after if window.name == OPTIMIZER or not self.trains_another]
@@ -119,7 +125,7 @@ class MeasuredStep:
 
     @property
     def _last_backward_end(self) -> int:
-        """The position in the meter's windows where the last backward is over."""
+        """The index of the first part after the last backward, in the list of parts that the meter has recorded."""
         assert self._meter is not None
         end = len(self._meter.windows)
         while end > 1 and self._meter.windows[end - 1].name in (AFTER_BACKWARD, OPTIMIZER):
@@ -150,19 +156,24 @@ def held_tensors(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """The memory of a measured step. ``lasting_bytes`` are left after it, without optimizer state: mostly gradients."""
+    """The memory that a measured step needed, as data, in bytes. ``lasting_bytes`` are left after the step, without optimizer
+    state; they are mostly gradients.
+    """
 
     bytes: int = 0
-    """A lower bound for the peak of later steps. It includes the optimizer state that this step made."""
+    """A lower bound of the peak of later steps. It includes the optimizer state that this step made."""
     most_bytes: int = 0
-    """An upper bound for it. It includes the bytes that this step left, and the bytes that recording the plan needed."""
+    """An upper bound of the peak of later steps. It includes the bytes that this step left, and the bytes that recording the
+    plan needed.
+    """
     optimizer_bytes: int = 0
     """The peak during the optimizer's step."""
     lasting_bytes: int = 0
 
 
 def taken_bytes(step: MeasuredStep, watch: OptimizerWatch, plan: Plan, recording_bytes: int = 0) -> Taken:
-    """Return the memory that a step needed under a plan. The plan may count optimizer state that does not exist yet.
+    """Return the memory that a measured step needed under a plan. If the plan counts optimizer state that does not exist yet,
+    that state is added.
 
     If the step recorded the plan, up to ``recording_bytes`` of its peak do not recur in later steps.
     """
@@ -178,8 +189,8 @@ def taken_bytes(step: MeasuredStep, watch: OptimizerWatch, plan: Plan, recording
 
 
 def unseen_bytes(step: MeasuredStep, watch: OptimizerWatch, plan: Plan) -> int:
-    """Return by how many bytes later steps will exceed the plan's prediction: bytes that the trace does not contain, and bytes
-    that a step leaves behind.
+    """Return the peak that later steps will have, minus the peak that the plan predicts, in bytes. The difference has two
+    parts: bytes that the trace does not contain, and bytes that a step leaves behind.
 
     The step was measured under this plan. If the plan was made with an optimizer, the prediction includes its state.
     """
@@ -188,7 +199,7 @@ def unseen_bytes(step: MeasuredStep, watch: OptimizerWatch, plan: Plan) -> int:
 
 
 def beside_bytes(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], allocated_bytes: int) -> int:
-    """Return how many of the allocated bytes on a GPU do not belong to the training step that begins now."""
+    """Return how many of the ``allocated_bytes`` on a GPU belong to other things than the training step that begins now."""
     optimizer = optimizer_in_view(model)
     state_bytes = 0 if optimizer is None else _state_bytes(optimizer)
     device = next(model.parameters()).device
@@ -204,7 +215,9 @@ def beside_bytes(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 def taken_beside(
     measured: MeasuredStep | None, watch: OptimizerWatch, plan: Plan, recording_bytes: int
 ) -> tuple[Taken, int]:
-    """Return what the measured step needed under a plan, and by how many bytes later steps will exceed the prediction."""
+    """Return two results for a measured step under a plan: the memory that it needed, and how many bytes more than predicted
+    later steps will need.
+    """
     if measured is not None:
         return taken_bytes(measured, watch, plan, recording_bytes), unseen_bytes(measured, watch, plan)
     warn("the first steps failed or ran under a profiler, and were not measured; the plan relies on its trace alone")

@@ -16,7 +16,7 @@ _LOG = logging.getLogger(__name__)
 
 
 def warn(text: str) -> None:
-    """Warn about a training step. The warning points near the call of the model."""
+    """Give a Python warning about a training step. The warning points near the user's call of the model."""
     warnings.warn(f"plimsoll: {text}", stacklevel=7)
 
 
@@ -55,7 +55,7 @@ def warn_of_state(new_bytes: int) -> None:
 
 
 def warn_of_overrun(peak_bytes: int, budget_bytes: int, cause: str, next_: str) -> None:
-    """Warn that a step exceeded its budget; say why and what happens next."""
+    """Warn that a step exceeded its budget. ``cause`` says why, and ``next_`` says what happens in the next steps."""
     warn(
         f"a training step took {format_bytes(peak_bytes)}, {format_bytes(peak_bytes - budget_bytes)} more than the "
         f"budget {format_bytes(budget_bytes)}.\n  why   {cause}\n  next  {next_}"
@@ -63,7 +63,7 @@ def warn_of_overrun(peak_bytes: int, budget_bytes: int, cause: str, next_: str) 
 
 
 def log_planning_overrun(peak_bytes: int, budget_bytes: int, why: str, next_: str) -> None:
-    """Log that a call exceeded the budget because plans were made in it. Later calls keep to the budget."""
+    """Log that a call exceeded the budget only because plans were made in it. Later calls keep to the budget."""
     # A log line and not a warning: the device had enough memory, and the user has nothing to do.
     _LOG.warning(
         "plimsoll: the training call that made the plan took up to %s, %s more than the budget %s.\n  why   %s\n"
@@ -75,14 +75,16 @@ def log_planning_overrun(peak_bytes: int, budget_bytes: int, why: str, next_: st
 
 
 def warn_of_floor(error: BudgetBelowFloor, why: str) -> None:
-    """Warn that no plan fits any more, and that the plan with the lowest peak runs instead."""
+    """Warn that no plan fits any more (``error`` names the lowest peak), and that the plan with the lowest peak runs
+    instead.
+    """
     warn(
         f"{error.found}\n  why   {why}; {error.why}\n  next  {error.next}; until then, the plan with the lowest peak runs"
     )
 
 
 def warn_of_unseen(model: nn.Module) -> None:
-    """Warn that an optimizer steps the model's parameters but its forward was never called in training mode."""
+    """Warn that an optimizer steps the model's parameters although the model's forward was never called in training mode."""
     children = [name for name, child in model.named_children() if any(True for _ in child.parameters())]
     warn(
         f"an optimizer has trained {type(model).__name__}, but attach has not seen a training call of it, so nothing is "

@@ -30,8 +30,8 @@ _SEEN: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Optimizer]] = weakref.We
 """The optimizer that `optimizer_in_view` found for each model."""
 
 _ABANDONED: list[Any] = []
-"""Hooks of watches that were garbage-collected. They do nothing and are removed when the next watch is made: torch may be
-iterating over its hooks at the moment when a watch is collected.
+"""Hooks of watches that were garbage-collected. They do nothing, and are removed when the next watch is made. They cannot be
+removed at once, because torch may be iterating over its hooks at the moment when a watch is collected.
 """
 
 
@@ -87,17 +87,19 @@ class OptimizerWatch:
 
     @property
     def bytes_before(self) -> int:
-        """Bytes of state before the first observed step."""
+        """Bytes of optimizer state before the first step that was observed."""
         return sum(self._before.values())
 
     @property
     def bytes_now(self) -> int:
-        """Bytes of state after the last observed step."""
+        """Bytes of optimizer state after the last step that was observed."""
         return sum(self._now.values())
 
     @property
     def bytes_after(self) -> int:
-        """Bytes of state after the last observed step. If that step added some, as many are expected from the next one."""
+        """Bytes of optimizer state to expect after the next step. If the last observed step added some state, the next one is
+        expected to add as much.
+        """
         return self.bytes_now + self._growth_bytes
 
     def _begins(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -125,36 +127,38 @@ class OptimizerWatch:
 
 
 class CountedState:
-    """Counts the optimizer state that was subtracted from the budget."""
+    """Remembers how many bytes of optimizer state were already subtracted from the budget, and finds state that was not."""
 
     def __init__(self) -> None:
         self.bytes = 0
         self._has_stepped = False
 
     def begin(self, watch: OptimizerWatch, plan: Plan) -> None:
-        """Start with the state that exists now, or with the state that the plan counts if that is larger."""
+        """Count the optimizer state that exists now, or the state that the plan counts if that is larger."""
         self.bytes, self._has_stepped = max(watch.bytes_after, planned_state_bytes(plan)), watch.has_stepped
 
     def is_behind(self, watch: OptimizerWatch) -> bool:
-        """True if more state exists than was counted, or if an optimizer has made its first step since."""
+        """Return True if more state exists than was counted, or if an optimizer has made its first step since the last
+        count.
+        """
         return watch.has_stepped and (not self._has_stepped or watch.bytes_after > self.bytes)
 
     def take_new(self, watch: OptimizerWatch) -> int:
-        """Count the additional state and return its bytes."""
+        """Count the state that was not counted yet, and return its bytes."""
         new_bytes = max(0, watch.bytes_after - self.bytes)
         self._has_stepped = True
         self.bytes += new_bytes
         return new_bytes
 
     def take_found(self, found_bytes: int) -> int:
-        """Count optimizer state that was found, and return how many bytes of it are new."""
+        """Count ``found_bytes`` of optimizer state, and return how many of these bytes were not counted before."""
         new_bytes = max(0, found_bytes - self.bytes)
         self.bytes += new_bytes
         return new_bytes
 
 
 def trains(optimizer: Optimizer, parameters: Container[int]) -> bool:
-    """True if an optimizer holds one of the parameters, given by ``id``."""
+    """Return True if the optimizer holds at least one of the parameters. ``parameters`` has their ``id``."""
     return any(id(parameter) in parameters for group in optimizer.param_groups for parameter in group["params"])
 
 

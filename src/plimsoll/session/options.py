@@ -46,7 +46,7 @@ class Budget:
 
     @classmethod
     def required(cls, budget: int | str) -> Budget:
-        """Parse a budget where None is not allowed."""
+        """Parse a budget, as ``read`` does, but refuse ``None``."""
         return cls(is_auto=True) if budget == "auto" else cls(parse_bytes(budget))
 
     def bytes_on(self, costs: Costs) -> int | None:
@@ -79,9 +79,9 @@ class Budget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanOptions:
-    """What plans of one step may do. ``read`` checks the user's input.
+    """The options that plans of one step must follow, as data. ``read`` parses and checks the user's input.
 
-    ``strategies`` are those that will be requested: a named strategy that compresses or offloads allows itself to.
+    ``strategies`` are those that will be requested: a named strategy that compresses or offloads also allows these decisions.
     ``max_error`` is the relative error of the gradient. ``link`` is empty for the device's default.
     """
 
@@ -110,8 +110,8 @@ class PlanOptions:
         """Parse the user's options.
 
         Raises:
-            InvalidStrategy: an unknown strategy or word, an error that is not between 0 and 1, or a wish that ``allow``
-                excludes.
+            InvalidStrategy: an unknown strategy or word, an error that is not between 0 and 1, or an option that asks for
+                something that ``allow`` does not permit.
             InvalidRegions: an empty list.
             InvalidBudget: a host budget without a clear unit.
             UnknownDevice: the device is not in the catalogue.
@@ -136,7 +136,7 @@ class PlanOptions:
         return options
 
     def _refuse_contradictions(self) -> None:
-        """Refuse options that contradict ``allow``."""
+        """Raise an error if other options ask for something that ``allow`` does not permit."""
         words = ", ".join(self.allow)
         if self.max_error and "compress" not in self.allow and not self.codecs:
             raise InvalidStrategy(
@@ -166,24 +166,26 @@ class PlanOptions:
                 )
 
     def facts(self) -> dict[str, str]:
-        """Return what must be equal on ranks that plan together. Budgets may differ, also the host's."""
+        """Return the options that must be equal on ranks that plan together, as text by name. Budgets may differ between ranks,
+        also the host's.
+        """
         names = ("regions", "device_profile", "allow", "max_error", "overrides", "link")
         strategies = {"strategy": ", ".join(map(repr, self.strategies))}
         return strategies | {name: repr(getattr(self, name)) for name in names}
 
     @property
     def codecs(self) -> tuple[str, ...]:
-        """The lossy codecs of the named strategies."""
+        """The names of the lossy codecs that the named strategies use."""
         return tuple(dict.fromkeys(codec for name in self.strategies for codec in codecs_of_strategy(name)))
 
     @property
     def wants_forms(self) -> bool:
-        """True if values may be held in another form (compressed or offloaded)."""
+        """True if the plan may hold values in another form than unchanged (compressed or offloaded)."""
         return self.may_compress or self.may_offload
 
     @property
     def insists_on_forms(self) -> bool:
-        """True if some values must be held in another form, even if everything fits without."""
+        """True if the user requires that some values are compressed or offloaded, even if everything fits without it."""
         return (
             bool(self.codecs) or any(map(uses_link, self.strategies)) or self.overrides_without_forms != self.overrides
         )
@@ -210,25 +212,29 @@ class PlanOptions:
 
     @property
     def overrides_without_forms(self) -> tuple[Override, ...]:
-        """The overrides that ask for KEEP or RECOMPUTE."""
+        """The user's overrides that ask for KEEP or RECOMPUTE, not for compressed or offloaded values."""
         return tuple(o for o in self.overrides if o.decision in (Decision.KEEP, Decision.RECOMPUTE))
 
     def opened(self, trace: Trace) -> Trace:
-        """Return the trace to plan with. If plans may repeat collectives, these become ordinary ops with a cost in seconds."""
+        """Return the trace that plans are made from. If plans may repeat collectives, the collectives of this trace are
+        ordinary ops with a cost in seconds.
+        """
         if not self.may_repeat_collectives:
             return trace
         return msgspec.structs.replace(trace, regions=tuple(map(_without_collectives, trace.regions)))
 
     def limits(self, error_scale: float = 1.0) -> Limits:
-        """Return the limits that all regions share, if errors are ``error_scale`` times larger than expected."""
+        """Return the limits that all regions share: the allowed error of the gradient, and the bytes on the host.
+        ``error_scale`` is the measured error as a multiple of the expected one.
+        """
         return Limits((self.max_error / error_scale) ** 2, self.host_budget_bytes)
 
     def most_error(self, strategy: str) -> float | None:
-        """Return the largest measured error that a plan may have; ``None``: any error."""
+        """Return the largest measured error that a plan of this strategy may have, or ``None`` if any error is allowed."""
         return None if codecs_of_strategy(strategy) else self.max_error
 
     def written_into(self, plan: Plan) -> Plan:
-        """Return the plan with these options recorded in it."""
+        """Return the plan with these options written into its fields, so that a saved plan shows them."""
         return msgspec.structs.replace(
             plan,
             allow=self.allow,
@@ -260,7 +266,7 @@ def _words(allow: Collection[str] | str) -> frozenset[str]:
 
 
 def read_error(max_error: float | str) -> float:
-    """Parse ``0.01``, ``"1%"`` or ``"0.01"``."""
+    """Parse the allowed error, such as ``0.01``, ``"1%"`` or ``"0.01"``, and return it as a share."""
     try:
         text = str(max_error).strip()
         share = float(text[:-1]) / 100 if text.endswith("%") else float(text)
@@ -276,7 +282,7 @@ def read_error(max_error: float | str) -> float:
 
 
 def _read_link(link: str | None) -> str:
-    """Return the link's name; empty for the device's default."""
+    """Check the name of a link, and return it. ``None`` gives "", which means the device's default link."""
     if link is None or link in LINK_NAMES:
         return link or ""
     raise InvalidOption(
@@ -287,7 +293,7 @@ def _read_link(link: str | None) -> str:
 
 
 def as_texts(name: str, given: Collection[str] | str) -> tuple[str, ...]:
-    """Return one text or several as a tuple.
+    """Return a tuple of texts. A single text gives a tuple of one.
 
     Raises:
         InvalidOption: something that is not text.
@@ -299,7 +305,7 @@ def as_texts(name: str, given: Collection[str] | str) -> tuple[str, ...]:
 
 
 def check_text(name: str, given: object) -> None:
-    """Refuse the value of a text option that is not text.
+    """Raise an error if the value of an option is not text. ``name`` is the option's name.
 
     Raises:
         InvalidOption: shows what was given.
@@ -313,7 +319,7 @@ def check_text(name: str, given: object) -> None:
 
 
 def as_patterns(regions: Sequence[str] | str | None) -> tuple[str, ...] | None:
-    """Return region patterns as a tuple. A single pattern need not be in a list; an empty list is refused."""
+    """Return region patterns as a tuple. A single pattern need not be in a list. An empty list is refused."""
     if regions is None:
         return None
     patterns = as_texts("regions", regions)

@@ -88,7 +88,8 @@ def plan(
         A plan: printable, savable, with the status, the predicted peak and seconds, the lower bound and both gaps.
 
     Raises:
-        BudgetBelowFloor: no plan fits; names the floor, what holds it, and what to do.
+        BudgetBelowFloor: no plan fits. The error names the floor (the lowest reachable peak), what holds memory there, and what
+            to do.
         PlimsollError: the arguments do not make a step or a plan (InvalidBudget, BudgetAboveDevice, InvalidModel, InvalidBatch,
             InvalidLoss, InvalidRegions, InvalidStrategy, UnknownDevice, TracingFailed).
         RankError: another rank raised (RankFailed), did not call (RankMissing), or has another model, batch shapes, options or

@@ -21,7 +21,9 @@ T = TypeVar("T")
 
 
 class PlansAtWork:
-    """The plan that manages a model. It can be replaced by another plan. ``plan`` is ``None`` before the first one."""
+    """Applies plans to one model, one after the other. ``plan`` is the plan that manages the model now, or ``None`` before the
+    first one.
+    """
 
     def __init__(self, agreement: Agreement, model: nn.Module, verify_every: int) -> None:
         self.plan: Plan | None = None
@@ -34,11 +36,15 @@ class PlansAtWork:
 
     @property
     def faults(self) -> tuple[Fault, ...]:
-        """The faults that ``verify_every`` has found so far, under every plan."""
+        """The faults that ``verify_every`` has found so far, under all plans. A fault is a rebuilt value that differed from the
+        true one.
+        """
         return (*self._earlier_faults, *(() if self._handle is None else self._handle.faults))
 
     def run(self, plan: Plan) -> bool:
-        """Apply a plan, on all ranks together. Return True if its decisions differ from the previous plan's."""
+        """Apply a plan in place of the current one, on all ranks together. Return True if the decisions of the two plans
+        differ.
+        """
         before, self.plan = self.plan, plan
         if self._handle is not None and before is not None:
             if before.regions is plan.regions or before.effect == plan.effect:
@@ -57,7 +63,7 @@ class PlansAtWork:
 
     @contextlib.contextmanager
     def trying(self, plan: Plan) -> Iterator[None]:
-        """Apply another plan inside the block. Records that its regions make are kept."""
+        """Apply another plan inside the ``with`` block. Records that regions make there are kept for later."""
         before = self.plan
         self.run(plan)
         try:
@@ -67,13 +73,13 @@ class PlansAtWork:
                 self.run(before)
 
     def has_moved(self) -> bool:
-        """True if regions have other paths than when the plan was applied, for instance because a list of layers was
-        replaced.
+        """Return True if regions have other module paths than when the plan was applied, for instance because a list of layers
+        was replaced.
         """
         return self._handle is not None and self._handle.has_moved()
 
     def remove(self) -> None:
-        """Undo everything. Calling it twice does no harm."""
+        """Remove the plan from the model. Calling it twice does no harm."""
         if self._handle is not None:
             self._earlier_faults = self.faults
             self._handle.remove()
@@ -81,6 +87,6 @@ class PlansAtWork:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Run the model unmanaged inside the block."""
+        """Run the model without a plan inside the ``with`` block, and apply the plan again at its end."""
         with contextlib.nullcontext() if self._handle is None else self._handle.paused():
             yield

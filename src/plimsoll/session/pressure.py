@@ -19,18 +19,22 @@ from plimsoll.units import format_bytes
 
 _LOG = logging.getLogger(__name__)
 _RUNGS = 64
-"""Limits are multiples of the budget divided by this. So the same limits recur, and their plans are reused."""
+"""The limit is always a multiple of the budget divided by this number. So the same limits recur, and their plans are reused."""
 _PATIENCE = 4
-"""This many successive steps must begin with more room before the limit rises."""
+"""The number of successive steps that must begin with more room (bytes that training may take now) before the limit rises."""
 # Doubling the patience bounds how often room that comes and goes changes the plan: seven times in 1,000 steps for every period
 # that was tried (docs/design/the-limit-falls-at-once.md).
 _MOST_PATIENCE = 256
 _TRUSTED_AFTER = 8
-"""If raised room lasts at least this many times the patience, losing it does not double the patience."""
+"""If a raised limit holds for at least this many times the patience (steps before a rise), a later fall of the limit does not
+double the patience.
+"""
 
 
 class Pressure:
-    """The limit below a budget. ``room`` returns the bytes that the training step may take now; ``None``: unknown."""
+    """Finds the limit below a budget that the device's free memory allows. ``room`` returns the bytes that the training step
+    may take now, or ``None`` if they are unknown.
+    """
 
     def __init__(self, room: Callable[[], int] | None) -> None:
         self._room, self._is_given = room, room is not None
@@ -40,10 +44,11 @@ class Pressure:
         self._since_rise: int | None = None
 
     def watch(self, device: torch.device, beside_bytes: int) -> None:
-        """Ask CUDA for the room, unless the user has passed ``room``.
+        """From now on, ask CUDA how much memory is free. If the device is not a GPU, or if the user has passed ``room``,
+        nothing changes.
 
-        What this process has allocated now, except ``beside_bytes``, belongs to the training. What it holds more between later
-        steps does not.
+        What this process has allocated now, except ``beside_bytes``, belongs to the training. Memory that this process holds in
+        addition between later steps does not belong to it.
         """
         if device.type != "cuda" or self._is_given:
             return
@@ -56,11 +61,11 @@ class Pressure:
         self._room = room
 
     def withheld_bytes(self, budget_bytes: int) -> int:
-        """Return the bytes that are subtracted from the budget for now."""
+        """Return the budget minus the current limit, in bytes. Plans may not use these bytes for now."""
         return 0 if self._limit_bytes is None else max(0, budget_bytes - self._limit_bytes)
 
     def lower(self, limit_bytes: int) -> None:
-        """Lower the limit, because less memory is available than before."""
+        """Set a lower limit, because less memory is available than before."""
         self._limit_bytes = limit_bytes
         self._calm = 0
         if self._since_rise is not None and self._since_rise < _TRUSTED_AFTER * self._patience:
@@ -68,8 +73,8 @@ class Pressure:
         self._since_rise = None
 
     def changes(self, budget_bytes: int, needed_bytes: int) -> bool:
-        """Before a step that needs ``needed_bytes``: update the limit, and return True if the step must be planned for a new
-        one.
+        """Called before a step that needs ``needed_bytes``. Update the limit, and return True if the limit has changed such
+        that the step must be planned for it.
         """
         if self._room is None:
             return False
@@ -96,7 +101,7 @@ class Pressure:
 
 
 def _rung(bytes_: int, budget_bytes: int) -> int:
-    """Return the highest limit that fits into ``bytes_``; the whole budget if that fits."""
+    """Round ``bytes_`` down to a possible limit, and return that limit. Return the whole budget if it fits."""
     rung_bytes = max(1, budget_bytes // _RUNGS)
     return budget_bytes if bytes_ >= budget_bytes else bytes_ // rung_bytes * rung_bytes
 

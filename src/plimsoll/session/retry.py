@@ -42,24 +42,26 @@ P = ParamSpec("P")
 T = TypeVar("T")
 _LOG = logging.getLogger(__name__)
 _PATIENCE_SECONDS = 600.0
-"""How much longer than usual ranks wait for a rank that must first leave its step."""
+"""Seconds that ranks wait, in addition to the usual time, for a rank that must first leave its step."""
 
 
 class TighterPlans(Protocol):
-    """An applied plan that can be replaced by one with a lower peak."""
+    """The interface that ``Retry`` uses: an applied plan that can be replaced by a plan with a lower peak."""
 
     agreement: Agreement
-    """The ranks that replace it together."""
+    """The ranks that replace the plan together."""
     repeats_collectives: bool
-    """Whether recipes may repeat collectives."""
+    """Whether recipes (the ops that rebuild values) may repeat collectives."""
 
     @property
     def plan(self) -> Plan | None:
-        """The current plan; ``None`` before the first one."""
+        """The current plan, or ``None`` before the first one is applied."""
         ...
 
     def tighten(self, *, is_own: bool) -> bool:
-        """Switch to a plan with a lower peak. Return True if some rank has one. ``is_own``: this rank ran out of memory."""
+        """Switch to a plan with a lower peak. Return True if some rank has such a plan. ``is_own`` says whether this rank ran
+        out of memory.
+        """
         ...
 
     def floor(self, *, is_optimizer: bool, is_own: bool) -> BudgetBelowFloor | None:
@@ -115,10 +117,11 @@ class Retry:
             self.is_running = False
 
     def _go_back(self, snapshot: StepSnapshot, failure: Exception, *, is_last: bool) -> bool:
-        """Restore the state from before the step and switch to a tighter plan. Return True if a tighter plan was found.
+        """Called after a step ran out of memory. Restore the state from before the step and switch to a tighter plan. Return
+        True if a tighter plan was found.
 
-        If not, the step runs once more anyway. It may fit now: regions recorded in the failed run and do not record again, and
-        the allocator's cache was emptied.
+        If not, the step runs once more anyway. It may fit now, for two reasons: regions were recorded in the failed run and
+        need no memory for that again, and the allocator's cache was emptied.
         """
         agreement = self._plans.agreement
         self._joint.renew()
@@ -146,7 +149,9 @@ class Retry:
 
 
 def refuse_unrepeatable(model: nn.Module, plans: TighterPlans) -> None:
-    """Refuse to repeat steps that DeepSpeed or other ranks take part in, if their state cannot be reset."""
+    """Raise an error if steps of this model cannot be repeated, because DeepSpeed or other ranks take part in them and their
+    state cannot be reset.
+    """
     inner = inner_module(model)
     if steps_with_buckets(inner):
         raise InvalidModel(
@@ -179,7 +184,7 @@ def refuse_unrepeatable(model: nn.Module, plans: TighterPlans) -> None:
 
 
 def _line(before: Plan | None, after: Plan | None) -> str:
-    """Return the log line for a step that is repeated."""
+    """Return the line for the log that says that a step is repeated, with the plan before and the plan after."""
     if before is None:
         return "plimsoll: out of memory before the first plan was made; everything was put back, the step is run again"
     then = "no plan has a lower peak; the step is run once more"
@@ -192,8 +197,8 @@ def _line(before: Plan | None, after: Plan | None) -> str:
 
 
 def _let_go(error: BaseException) -> None:
-    """Clear the local variables of all frames that an error passed through. They hold the failed step's tensors, and a retry
-    would need more memory than the failed step.
+    """Clear the local variables of all frames that an error passed through. These variables hold the tensors of the failed
+    step, which would need memory during the next run.
     """
     for each in _chain(error, set()):
         traceback.clear_frames(each.__traceback__)
@@ -208,7 +213,9 @@ def _chain(error: BaseException | None, seen: set[int]) -> Iterator[BaseExceptio
 
 
 def floor_of(planner: StepPlanner, excess_bytes: int, *, is_optimizer: bool) -> BudgetBelowFloor:
-    """Return the error for a step that runs out of memory under the plan with the lowest peak."""
+    """Return the error for a step that runs out of memory under the plan with the lowest peak. ``excess_bytes`` are added to
+    the predicted peak.
+    """
     lowest = planner.lowest()
     floor_bytes = lowest.predicted_peak_bytes + max(0, excess_bytes)
     told = planner.refusal(lowest, floor_bytes, is_optimizer=is_optimizer)
@@ -235,7 +242,9 @@ def can_retry(model: nn.Module, plan: Plan) -> bool:
 
 
 class AppliedPlan:
-    """The user's applied plan, and the tighter plans that replace it. New plans are made for the step that failed."""
+    """The plan that the user applied, and the tighter plans that replace it if a step runs out of memory. New plans are made
+    for the step that failed.
+    """
 
     def __init__(self, handle: Handle, model: nn.Module, plan: Plan, agreement: Agreement) -> None:
         self.plan: Plan | None = plan
@@ -284,7 +293,7 @@ class AppliedPlan:
         return True
 
     def floor(self, *, is_optimizer: bool, is_own: bool) -> BudgetBelowFloor | None:
-        """Return the error to raise if no plan has a lower peak."""
+        """Return the error to raise if a step ran out of memory and no plan has a lower peak."""
         if self._planner is not None:
             return floor_of(self._planner, 0, is_optimizer=is_optimizer)
         floor_bytes = self._first.floor_bytes

@@ -1,8 +1,9 @@
 """Plans for batches of every shape. The first few shapes are traced. Steps of all other shapes are derived from these traces.
 
-A plan names values, so it applies at every shape of a family of steps (see ``planning.family``). This module holds a ladder of
-such plans for every family, and the bytes that were measured on top of their predictions. It chooses the cheapest plan of the
-ladder (rung) whose peak at the batch's shape, plus these bytes, is within the budget.
+A plan names values, so it applies at all shapes of a family (steps with the same ops at different shapes, see
+``planning.family``). This module holds a ladder (a list of plans with different peaks) for each family, and the bytes that were
+measured on top of their predictions. It chooses the cheapest rung (plan of the ladder) whose peak at the batch's shape, plus
+these bytes, is within the budget.
 
 The bytes on top (for the user's loss, and bytes that a step leaves behind) grow with the shape. For batches larger than the
 measured one they are scaled by the growth of the activations. They are never scaled down.
@@ -50,24 +51,28 @@ traced shape that covers them.
 _MOST_KNOWN = 4096
 """Remember plans for at most this many shapes: with random lengths, nearly every step has a new shape."""
 _WORTH_SOLVING = 1.5
-"""Solve again when a shape needs more than 1.5 times the memory of the largest shape solved so far. Below that, the ladder's
-plan is within a few percent of a plan solved for the shape, which takes about a second.
+"""Solve a plan for a shape that needs more than this multiple of the memory of the largest shape solved so far. For smaller
+shapes, the ladder's plan is within a few percent of a plan solved for the shape, and solving takes about a second.
 """
 
 _Kind = tuple[tuple[str, int], ...]
-"""Dtype and number of dimensions of every tensor of a call."""
+"""What calls of one kind have in common: dtype and number of dimensions of each tensor of the call."""
 
 
 @dataclass(slots=True)
 class _Steps:
-    """Steps of one kind of call: the traces, the costs of the timed traces, and the ladder of each family."""
+    """What is known of one kind of call: traces by shape, costs of the traces that were timed, and a ladder (plans to choose
+    from) for each family of similar steps.
+    """
 
     traces: dict[Sizes, Trace] = field(default_factory=dict)
     costs: dict[Sizes, Costs] = field(default_factory=dict)
     ladders: list[Ladder[Sizes]] = field(default_factory=list)
 
     def ladder_for(self, sizes: Sizes) -> Ladder[Sizes] | None:
-        """Return the ladder for a shape: of the family that contains its trace, else of the largest family that predicts it."""
+        """Return the ladder (plans to choose from) for a shape. It belongs to the family that contains the shape's trace, or
+        else to the largest family that can predict the shape. Return ``None`` if no family predicts the shape.
+        """
         found = [each for each in self.ladders if sizes in each.step.family.shapes]
         if not found and sizes not in self.traces:
             found = [each for each in self.ladders if each.step.family.knows(sizes)]
@@ -75,7 +80,9 @@ class _Steps:
 
 
 class ShapePlans:
-    """Plans for every shape of the calls of one model."""
+    """Chooses a plan for each call of one model by the call's shapes. New shapes are traced if their peaks cannot be
+    predicted.
+    """
 
     def __init__(
         self,
@@ -95,7 +102,7 @@ class ShapePlans:
             optimizer: the user's optimizer, if known.
             tracing: a context that is entered around every trace.
             agreement: the ranks that trace together.
-            room: what plans may take. Its owner and this class both change its account.
+            room: the bytes that plans may take. Both the owner of this object and this class change its account.
             accumulates: whether gradients existed when the first trace was made.
             may_refuse: whether a batch that fits under no plan is an error. With several ranks it is not, because a rank that
                 stops would leave the others waiting.
@@ -110,23 +117,27 @@ class ShapePlans:
         """The planner of the step that was traced first."""
         self._plans: list[Plan] = []
         self._rungs: Iterator[Plan] = iter(())
-        """More rungs of the ladder, solved on demand: a model whose batches all have one shape never needs them."""
+        """More rungs (plans of the ladder), which are solved when they are needed. A model whose batches all have one shape
+        never needs them.
+        """
         self._in_flight = 1
         self._most_solved_bytes = 0
         self._first: tuple[Shapes, int] | None = None
         self._largest: Shapes | None = None
         self._current: tuple[Shapes, Forecast] | None = None
-        """The shapes that a plan was last chosen for, and the plan's forecast there."""
+        """The shapes that a plan was last chosen for, and the forecast (peak and seconds) of that plan there."""
         self._known: dict[Shapes, tuple[Plan, Forecast]] = {}
         self._refused: set[Shapes] = set()
         """Shapes that the user was already warned about: no plan fits, or they cannot be traced."""
         self._hopeless: dict[Shapes, tuple[int, BudgetBelowFloor]] = {}
-        """Shapes that no plan fits, with the bytes that were too few and the error that was raised."""
+        """Shapes that no plan fits: for each, the bytes that were not enough and the error that was raised."""
         self._may_refuse = may_refuse
         self._room = room
 
     def begin(self, shapes: Shapes, planner: StepPlanner, plan: Plan) -> None:
-        """Start with the first step, which was traced, calibrated and planned."""
+        """Begin the ladder (the plans to choose from) with the first step, which was traced and measured, and with the plan
+        that was made for it.
+        """
         assert planner.budget_bytes is not None
         self._room.budget_bytes = planner.budget_bytes
         self._in_flight, self._planner = planner.in_flight, planner
@@ -146,11 +157,12 @@ class ShapePlans:
             self._known[shapes] = plan, forecast
 
     def knows(self, shapes: Shapes) -> bool:
-        """True if the peaks of plans at a shape can be predicted."""
+        """Return True if the peaks of plans at these shapes can be predicted from the traces so far."""
         return self._ladder_of(shapes) is not None
 
     def _covering(self, shapes: Shapes) -> list[Shapes]:
-        """Return traced shapes whose peaks bound the peak of ``shapes``: the smallest one that is as large in every dimension.
+        """Return traced shapes whose peaks are an upper bound of the peak of ``shapes``. This is the smallest traced shape that
+        is at least as large in each dimension.
 
         For a batch of lists, return all traced shapes that together bound it. A detector resizes the images in the lists, so a
         smaller batch may need more memory than any single traced shape.
@@ -162,11 +174,13 @@ class ShapePlans:
         return found if len(found) > len(larger) else sorted(larger, key=self._unmanaged_bytes)[:1]
 
     def bounds(self, shapes: Shapes) -> bool:
-        """True if the peaks of plans are known at this shape, or at a shape that bounds it."""
+        """Return True if the peaks of plans are known at these shapes, or at larger shapes whose peaks are an upper bound."""
         return self.knows(shapes) or bool(self._covering(shapes))
 
     def lacks(self, shapes: Shapes) -> bool:
-        """True if a shape must be traced: its peaks cannot be predicted, and no traced shape may be used in its place."""
+        """Return True if a step of these shapes must be traced: its peaks cannot be predicted, and no traced shape may be used
+        in its place.
+        """
         if self.knows(shapes):
             return False
         steps = self._steps.get(_split(shapes)[0], _Steps())
@@ -174,7 +188,7 @@ class ShapePlans:
         return not (is_enough and self._covering(shapes))
 
     def trace(self, shapes: Shapes, task: TrainingTask) -> None:
-        """Trace the step of a shape on all ranks that trace together. A rank that knows the shape traces too, because the
+        """Trace a step of these shapes, on all ranks that trace together. A rank that knows the shapes traces too, because the
         traces of the others run collectives.
         """
         try:
@@ -188,7 +202,9 @@ class ShapePlans:
             )
 
     def _trace(self, shapes: Shapes, task: TrainingTask) -> None:
-        """Trace a step like the first step. Time it only if its seconds cannot be derived from a similar timed step."""
+        """Trace a step in the same state as the first step. Its ops are timed only if their seconds cannot be derived from a
+        similar timed step.
+        """
         task = dataclasses.replace(task, optimizer=optimizer_in_view(task.model, self._optimizer))
         is_known, known = self.knows(shapes), self._steps.get(_split(shapes)[0], _Steps())
         planner = self._planner
@@ -207,7 +223,9 @@ class ShapePlans:
 
     @contextlib.contextmanager
     def _stepping(self, task: TrainingTask) -> Iterator[bool]:
-        """Set the state for a trace inside the block. Yield True if the optimizer may be left out."""
+        """Prepare the state for a trace inside the ``with`` block, such as whether gradients exist. Yield True if the optimizer
+        may be left out of the trace.
+        """
         gradients = gradients_as_if(task.model, are_there=self._accumulates)
         with self._tracing(), self._agreement.stepping(), gradients:
             yield task.optimizer is not self._optimizer
@@ -221,7 +239,7 @@ class ShapePlans:
         self._build(steps)
 
     def wait_for(self, in_flight: int) -> None:
-        """Choose for steps with ``in_flight`` forwards before one backward."""
+        """From now on, choose plans for steps with ``in_flight`` forwards that wait for one backward."""
         if in_flight != self._in_flight:
             self._in_flight = in_flight
             self._hopeless.clear()
@@ -230,11 +248,12 @@ class ShapePlans:
                 self._build(steps)
 
     def choose(self, shapes: Shapes, signature: Callable[[], str]) -> Plan:
-        """Return the cheapest plan that keeps a batch within the budget. ``signature`` returns the signature of the batch's
-        step.
+        """Return the cheapest plan that keeps a batch of these shapes within the budget. ``signature`` returns the signature of
+        the batch's step.
 
         Raises:
-            BudgetBelowFloor: no rung fits, solving for this shape finds no plan either, and such a batch has not run before.
+            BudgetBelowFloor: no rung (plan of the ladder) fits, solving for this shape finds no plan either, and such a batch
+                has not run before.
         """
         alike = [shapes] if self.knows(shapes) else self._covering(shapes)
         if not alike:
@@ -255,7 +274,8 @@ class ShapePlans:
         return self._written(shapes, known, *found, signature)
 
     def _fitting_all(self, alike: list[Shapes]) -> tuple[Shapes, tuple[Plan, Forecast]]:
-        """Return the cheapest rung that fits at all these shapes, and the shape where it needs most.
+        """Return the cheapest rung (plan of the ladder) that fits at all these shapes, and the shape where that plan needs the
+        most memory.
 
         A rung that fits at the largest shape alone is not enough: it may keep more than the other shapes have room for. Under
         such a plan, a step of a Faster R-CNN needed 137 MiB of 122.
@@ -273,7 +293,7 @@ class ShapePlans:
         return max((f[plan] for f in fitting if plan in f), key=lambda entry: entry[1][1].before_optimizer_bytes)
 
     def _room_bytes(self, shapes: Shapes) -> int:
-        """Return the bytes that a plan may use at a shape."""
+        """Return the bytes that a plan may use at these shapes: the budget minus the account."""
         return self._room.bytes(self._growth(shapes))
 
     def expected(self) -> tuple[int, int]:
@@ -289,7 +309,9 @@ class ShapePlans:
         return forecast.forward_bytes, forecast.before_optimizer_bytes + unseen_bytes
 
     def _unknown(self, shapes: Shapes, signature: Callable[[], str]) -> Plan:
-        """Return the plan with the lowest peak at the largest traced shape. Its peak at this shape is unknown."""
+        """Return the plan to use at shapes whose peak cannot be predicted: the plan with the lowest peak at the largest traced
+        shape.
+        """
         self._offer(tuple(self._rungs))
         traced = [_joined(kind, sizes) for kind, steps in self._steps.items() for sizes in steps.traces]
         known = max(traced, key=self._unmanaged_bytes)
@@ -297,7 +319,9 @@ class ShapePlans:
         return self._written(shapes, known, *self._known_ladder(known).lowest(_split(known)[1]), signature)
 
     def _cheapest(self, shapes: Shapes) -> tuple[Plan, Forecast]:
-        """Return the cheapest rung that fits. If none fits, or the shape is far larger than before, solve for it first."""
+        """Return the cheapest rung (plan of the ladder) that fits at these shapes, and its forecast. If none fits, or the shape
+        is far larger than all before, a plan is solved for it first.
+        """
         unmanaged_bytes = self._unmanaged_bytes(shapes)
         # Other forwards wait at the same time, and may have larger batches: plan for the largest.
         if self._in_flight > 1:
@@ -323,8 +347,8 @@ class ShapePlans:
         return found
 
     def _solved(self, planner: StepPlanner, shapes: Shapes, room_bytes: int) -> Plan:
-        """Solve for ``room_bytes``. If an earlier solve failed with at least as many bytes, raise its error again, because
-        solving takes about a second.
+        """Solve a plan for these shapes within ``room_bytes``. If an earlier solve failed with at least as many bytes, raise
+        its error again, because solving takes about a second.
         """
         hopeless_bytes, refusal = self._hopeless.get(shapes, (0, None))
         if refusal is not None and room_bytes <= hopeless_bytes:
@@ -337,11 +361,13 @@ class ShapePlans:
             raise
 
     def measured_bytes(self, shapes: Shapes) -> int:
-        """Return the bytes that a step of a shape is expected to need on top of its prediction."""
+        """Return the bytes that a step of these shapes is expected to need in addition to the predicted peak."""
         return self._room.account.measured_bytes(self._growth(shapes))
 
     def note_peak(self, peak_bytes: int) -> None:
-        """Note the measured peak of the step that a plan was last chosen for. The largest excess over a prediction is kept."""
+        """Compare the measured peak of a step with the forecast of its plan, which was chosen last. The largest difference so
+        far is added to later forecasts.
+        """
         if self._current is None:
             return
         if peak_bytes > self._room.budget_bytes:
@@ -356,7 +382,8 @@ class ShapePlans:
             self._room.account = dataclasses.replace(account, outside_model=share_bytes)
 
     def tighten(self) -> Plan | None:
-        """Return a plan with a peak halfway between the last step's and the lowest, or None if no plan needs less.
+        """Return a plan with a peak halfway between the last step's peak and the lowest one, or None if no plan needs less than
+        the last step's plan.
 
         Later plans are chosen under the same limit.
         """
@@ -378,13 +405,17 @@ class ShapePlans:
         return self._written(shapes, shapes, plan, forecast, lambda: signature)
 
     def current_planner(self) -> tuple[StepPlanner, int] | None:
-        """Return a planner for the shape that a plan was last chosen for, and the bytes measured on top there."""
+        """Return a planner for the shape that a plan was last chosen for, and the bytes that steps there need in addition to
+        their prediction. Return ``None`` before the first choice.
+        """
         if self._current is None:
             return None
         return self._planner_at(self._current[0]), self.measured_bytes(self._current[0])
 
     def _growth(self, shapes: Shapes) -> float:
-        """Return the activations of a shape as a multiple of the first shape's; at least 1."""
+        """Return the bytes of activations at these shapes, divided by the bytes at the first shape. The result is at
+        least 1.
+        """
         if self._first is None or not self.knows(shapes):
             return 1.0
         return max(1.0, self._activation_bytes(shapes) / max(1, self._first[1]))
@@ -393,11 +424,13 @@ class ShapePlans:
         return self._unmanaged_bytes(shapes) - self._known_ladder(shapes).step.lasting_bytes
 
     def _unmanaged_bytes(self, shapes: Shapes) -> int:
-        """Return the largest peak of any rung. Usually that is the peak with nothing dropped."""
+        """Return the largest peak that any plan of the ladder has at these shapes. Usually it is the peak with nothing
+        dropped.
+        """
         return max(each.before_optimizer_bytes for each in self._known_ladder(shapes).at(_split(shapes)[1]))
 
     def _offer(self, plans: tuple[Plan, ...]) -> None:
-        """Add plans to the ladder of every family."""
+        """Add plans to the ladders (plans to choose from) of all families of steps."""
         if not plans:
             return
         known = {plan.effect for plan in self._plans}
@@ -408,8 +441,8 @@ class ShapePlans:
                 ladder.extend(new)
 
     def _build(self, steps: _Steps) -> None:
-        """Build the ladders of all families of the traced steps. If a family cannot predict other shapes, each shape gets its
-        own ladder.
+        """Group the traced steps into families (steps that can be derived from each other), and build a ladder of plans for
+        each. If a family cannot predict other shapes, each shape gets its own ladder.
         """
         before = {each.step.family.shapes: each for each in steps.ladders}
         steps.ladders = []
@@ -431,7 +464,7 @@ class ShapePlans:
             left = {sizes: trace for sizes, trace in left.items() if sizes not in family.shapes}
 
     def _planner_at(self, shapes: Shapes) -> StepPlanner:
-        """Return a planner for a known shape."""
+        """Return a planner for the step of these shapes, which must be known."""
         sizes = _split(shapes)[1]
         assert self._planner is not None, "shapes are known from the first plan on"
         planner = self._planner.beside(*self._known_ladder(shapes).step.traced(sizes))
@@ -441,7 +474,9 @@ class ShapePlans:
     def _written(
         self, shapes: Shapes, known: Shapes, plan: Plan, forecast: Forecast, signature: Callable[[], str]
     ) -> Plan:
-        """Return the plan with its figures for ``shapes``. They are computed at ``known``, which is ``shapes`` or bounds it."""
+        """Return the plan with its peaks and seconds for ``shapes`` written into it. They are computed at the shapes ``known``,
+        which are equal to ``shapes`` or bound them.
+        """
         before = self._known.get(shapes)
         if before is None or before[0].regions is not plan.regions or before[1] != forecast:
             forecasts = self._known_ladder(known).at(_split(known)[1])
@@ -471,7 +506,7 @@ class ShapePlans:
 
 
 def can_follow_shapes(options: PlanOptions, ranks: int) -> bool:
-    """True if every call may choose its own plan.
+    """Return True if each call may choose a plan for its own shapes.
 
     Codecs and links are measured at one size only, and ranks that repeat collectives must share one plan.
     """
@@ -480,7 +515,7 @@ def can_follow_shapes(options: PlanOptions, ranks: int) -> bool:
 
 
 def told(plan: Plan, unseen_bytes: int) -> str:
-    """Return one line for the log: the budget, the peak including measured bytes, and the cost."""
+    """Return a line for the log about a new plan: the budget, the peak including ``unseen_bytes``, and the cost in time."""
     peak, unmanaged = plan.predicted_peak_bytes + unseen_bytes, plan.baseline_peak_bytes + unseen_bytes
     return (
         f"planned {plan.model}: budget {format_bytes(plan.budget_bytes or 0)}, peak {format_bytes(peak)} (unmanaged "

@@ -1,4 +1,5 @@
-"""Decides which training steps are metered: those in a situation that no metered step covers, and samples of the others.
+"""Decides which training steps are metered (their peak is measured): steps in a situation that no metered step covers, and
+samples of the others.
 
 Metering a step on a CPU needs torch's profiler, so most steps are not metered. A forward may run more operations than earlier
 ones (layers that are dropped at random), which is known only when it has ended. Then all following steps are metered until one
@@ -19,7 +20,7 @@ _MOST_TRIES = 3
 """After this many failed measurements of steps in one situation, treat it as known."""
 
 _ENOUGH = 6
-"""If tensors in lists vary in size, this many metered calls that bound a call are enough to skip metering it."""
+"""If tensors in lists vary in size, a call is not metered once this many metered calls together bound it."""
 
 
 _ALL_FIRST = 16
@@ -32,18 +33,20 @@ _GOLDEN = 0.6180339887498949
 
 
 _MORE = 1.01
-"""A forward runs more than another if it makes more than 1.01 times as many autograd nodes."""
+"""A forward counts as running more operations than another if it makes more than this multiple of the other's autograd
+nodes.
+"""
 
 
 _MOST_WAITED = 16
-"""Meter at most this many steps while waiting for one that runs as much as the largest."""
+"""Meter at most this many steps while waiting for one that runs as many operations as the largest."""
 
 
 _TENSOR = re.compile(r"\b([a-z]+[0-9]*\w*)\[([0-9]+(?:x[0-9]+)*)?\]")
 
 
 class Situation(NamedTuple):
-    """What determines the peak of a training step under a given plan, if it is known before the step."""
+    """The facts that determine the peak of a training step under a given plan and that are known before the step, as data."""
 
     shapes: Shapes
     accumulates: bool = False
@@ -51,14 +54,16 @@ class Situation(NamedTuple):
     reduces: bool = True
     """False if gradients wait after their backward for a later reduction."""
     thawed: frozenset[int] = frozenset()
-    """Parameters that were frozen when the plan was made and are trained now, as indices into the frozen ones."""
+    """Parameters that were frozen when the plan was made and are trained now, as indices into the list of frozen parameters."""
 
     def is_within(self, other: Situation) -> bool:
-        """True if ``other`` needs at least as much memory."""
+        """Return True if a step in the situation ``other`` needs at least as much memory as a step in this one."""
         return covers(other.shapes, self.shapes) and self.is_alike(other)
 
     def is_alike(self, other: Situation) -> bool:
-        """True if ``other`` needs at least as much memory, ignoring batch shapes."""
+        """Return True if a step in the situation ``other`` needs at least as much memory as a step in this one, apart from the
+        shapes of their batches.
+        """
         return (
             self.accumulates <= other.accumulates
             and self.in_flight <= other.in_flight
@@ -90,12 +95,12 @@ class Situation(NamedTuple):
 
     @property
     def shown(self) -> str:
-        """``i64[2x512], i64[2x512]``."""
+        """The batch's shapes as text, such as ``i64[2x512], i64[2x512]``."""
         return shown(self.shapes)
 
 
 def planned_situation(signature: str, in_flight: int) -> Situation:
-    """Return the situation that a plan was made for, parsed from the signature of its step."""
+    """Read the situation that a plan was made for from the signature of the plan's step, and return it."""
     found = _TENSOR.findall(signature)
     shapes = tuple((kind, tuple(int(size) for size in sizes.split("x") if size)) for kind, sizes in found)
     shapes += tuple((part, ()) for part in signature.split("; ") if part.startswith(AUTOCAST))
@@ -103,7 +108,9 @@ def planned_situation(signature: str, in_flight: int) -> Situation:
 
 
 class MeteredSituations:
-    """The situations of the steps that were metered under the current plan."""
+    """The situations (shapes, gradients, waiting forwards) of the steps that were metered under the current plan. It decides
+    which steps are metered next.
+    """
 
     def __init__(self, known: Iterable[Situation] = ()) -> None:
         self._known = list(known)
@@ -120,7 +127,9 @@ class MeteredSituations:
         """Whether the last metered step had a known shape and a forward that ran more than in all metered steps before."""
 
     def expect(self) -> None:
-        """Meter the next step of each kind of micro-batch, even in known situations, because the plan has not run before."""
+        """Meter the next step of each kind of micro-batch, even in known situations. It is called when a plan is applied that
+        has not run before.
+        """
         self._due = {situation.turn for situation in (*self._known, *self._seen)}
 
     def begin(self, situation: Situation) -> bool:
@@ -146,7 +155,7 @@ class MeteredSituations:
         return True
 
     def _have_standing_in(self, situation: Situation) -> bool:
-        """True if enough steps were metered to bound a step whose lists hold tensors of other sizes."""
+        """Return True if enough metered steps together bound the memory of a step whose lists hold tensors of other sizes."""
         alike = [each.shapes for each in self._known if situation.is_alike(each)]
         return len(alike) >= _ENOUGH and len(standing_in(alike, situation.shapes)) >= _ENOUGH
 
@@ -165,7 +174,8 @@ class MeteredSituations:
         self._known.append(situation)
 
     def ended(self, nodes: int, in_flight: int) -> str:
-        """Return what was new about the step that began last. The step is over and its peak is known.
+        """Return, as text, why the step that began last may need another peak than earlier steps. The step is over and its peak
+        is known.
 
         Args:
             nodes: the autograd nodes of its largest forward.
@@ -183,7 +193,9 @@ class MeteredSituations:
         return cause or self._run_more(nodes, before) or "it needed more than was predicted"
 
     def estimated(self, nodes: int, cause: str) -> str:
-        """Return the cause for a step that was not metered and whose estimated peak exceeds its limit."""
+        """Return the text that explains why a step exceeded its limit. The step was not metered, and its peak was only
+        estimated.
+        """
         more = self._run_more(nodes, self._metered_nodes)
         return f"{more or cause}; the step was not measured, and this is an estimate"
 
@@ -195,7 +207,7 @@ class MeteredSituations:
 
 
 def _is_sampled(step: int) -> bool:
-    """Whether a step is a sample.
+    """Whether the step with this number is one of the samples that are metered.
 
     Multiples of the golden ratio are spread evenly, also over every n-th step. So a loop that does something in every n-th step
     meets a sample there about as often as elsewhere; samples in every 32nd step would miss it for ever, or hit it each time.

@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 
 class State(enum.StrEnum):
-    """Which plan the model runs under now."""
+    """The state of a managed model: which plan it runs under now."""
 
     UNTRACED = "untraced"
     """No plan. The next training call is traced."""
@@ -39,7 +39,7 @@ class State(enum.StrEnum):
 
 
 class TrainingEvent(enum.StrEnum):
-    """What can happen to a managed model."""
+    """The events that a managed model reacts to."""
 
     THAWED = "parameters that were frozen are trained"
     CALL = "a training call begins"
@@ -56,7 +56,7 @@ class TrainingEvent(enum.StrEnum):
 
 
 class Reaction(NamedTuple):
-    """The reaction to an event in a state: a method of ``Attachment``, and the states that the method may lead to."""
+    """What happens at an event in a state, as data: a method of ``Attachment``, and the states that the method may lead to."""
 
     method: str
     leads_to: frozenset[State]

@@ -15,46 +15,56 @@ from plimsoll.tracing.meters.allocated import allocated_bytes
 from plimsoll.units import KIB, format_bytes
 
 _MORE = 1 / 128
-"""Readings that differ by a smaller share count as equal: they contain all memory of the process, not only the step's."""
+"""Two readings that differ by less than this share count as equal. They contain all memory of the process, not only the
+step's.
+"""
 _LEAST_BYTES = 32 * KIB
 _EARLY = 1 / 16
-"""A measurement may begin within a forward that has added less than this share of a measured forward's bytes. Later, the meter
-would miss too many tensors: it does not see when tensors are freed that were made before it started.
+"""A measurement may begin within a forward only while that forward has added less than this share of a measured forward's
+bytes. Later, the meter would miss too many tensors: it does not see when tensors are freed that were made before it started.
 """
 _MOST_LOSSES = 16
-"""After this many different sizes of the loss's graph, only a larger one counts as new: the loop may draw them at random."""
+"""After this many different numbers of autograd nodes in the loss, only a larger number counts as new: the loop may draw them
+at random.
+"""
 
 
 def is_more(found_bytes: float, known_bytes: float, scale_bytes: float | None = None) -> bool:
-    """True if the difference is more than noise, which is a share of ``scale_bytes`` (default: ``known_bytes``)."""
+    """Return True if ``found_bytes`` exceeds ``known_bytes`` by more than noise. Noise is a share of ``scale_bytes`` (by
+    default ``known_bytes``).
+    """
     scale_bytes = known_bytes if scale_bytes is None else scale_bytes
     return found_bytes - known_bytes > max(_LEAST_BYTES, _MORE * scale_bytes)
 
 
 class StepLevels:
-    """Readings of the running step, in bytes above its beginning, and the highest readings of measured steps.
+    """Readings of the allocated bytes in the running step, and the highest such readings of measured steps. All are in bytes
+    above the beginning of their step.
 
-    Before each forward the owner sets two figures. ``expected_forward_bytes`` is the predicted growth in forward (0: no
-    prediction; the largest measured forward is expected). ``expected_peak_bytes`` is the expected peak of the step.
+    Before each forward the owner sets two figures. ``expected_forward_bytes`` is the predicted growth in forward (0 if it
+    cannot be predicted; the largest measured forward is then expected). ``expected_peak_bytes`` is the expected peak of the
+    step.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.expected_forward_bytes = 0
         self.expected_peak_bytes = 0
         self.cause = ""
-        """A description of the reading of the last step that was higher than in measured steps."""
+        """If a reading of the last step was higher than in measured steps, a text that says which; otherwise ""."""
         self._device = device
         self._begin_bytes: int | None = None
         # The first reading allocates a little, to check that the C library counts torch's memory. That must not be in a step.
         allocated_bytes(device)
         self._expected = self._forward = self._loss = self._end = self._loss_nodes = 0
         self._known_loss_nodes: set[int] = set()
-        """How many autograd nodes measured steps have made between forward and backward."""
+        """The numbers of autograd nodes that measured steps have made between forward and backward."""
         self._forward_share = self._loss_share = 0.0
-        """The highest readings of measured steps when forward ended and when backward began, over what was expected."""
+        """The highest readings of measured steps at the end of forward and at the beginning of backward, divided by the
+        expected bytes.
+        """
         self._most_end = self._most_bytes = 0
         self._base_bytes = 0
-        """Bytes at the beginning of the last measured step, without optimizer state."""
+        """Bytes that were allocated at the beginning of the last measured step, without optimizer state."""
 
     def begin(self) -> int:
         """Note that a step's first forward begins. Return the allocated bytes, or 0 if they cannot be read."""
@@ -91,7 +101,9 @@ class StepLevels:
         self._end = max(self._end, self.above_begin())
 
     def learn(self, base_bytes: int) -> None:
-        """Note that the step that ends was measured. It began with ``base_bytes``, without optimizer state."""
+        """Note that the step that ends was measured, so that its readings become known. It began with ``base_bytes``, without
+        optimizer state.
+        """
         self._base_bytes = base_bytes
         self._accept()
 
@@ -105,7 +117,7 @@ class StepLevels:
 
     @property
     def has_new_loss(self) -> bool:
-        """True if the loop made another number of autograd nodes between forward and backward than every measured step.
+        """Return True if the loop made a number of autograd nodes between forward and backward that no measured step has made.
 
         Fewer nodes count as well as more: a loss of fewer nodes may need more memory.
         """
@@ -115,8 +127,8 @@ class StepLevels:
         return bool(known) and self._loss_nodes not in known
 
     def estimated_peak_bytes(self, state_bytes: int) -> int:
-        """Estimate the peak of the step that ends, with ``state_bytes`` of optimizer state. Return 0 if no reading is higher
-        than in measured steps.
+        """Estimate the peak of the step that ends, in bytes, with ``state_bytes`` of optimizer state. Return 0 if no reading is
+        higher than in measured steps.
 
         Every reading is a lower bound of the peak. If forward added more than expected, the peak is higher by at least as much.
         """

@@ -1,4 +1,5 @@
-"""Makes the plans of a training task: traces the step, finds the cost of each op, tries codecs and links, and solves.
+"""Makes the plans of a training task: traces the step, finds the cost of each op, tries codecs and links (ways to compress and
+to offload values), and solves.
 
 Several ranks plan together: all run the same steps, the tightest rank solves, and all ranks get its plan (see
 ``tightest_rank``). A single process does the same without exchanging messages.
@@ -45,7 +46,9 @@ from plimsoll.tracing.fsdp2 import holds_gradients_back
 from plimsoll.tracing.trace import trace as trace_step
 
 CLOSE = 0.15
-"""Measure the plan with the lowest peak before relying on it, unless its predicted peak is this share below the budget."""
+"""If the lowest reachable peak is predicted within this share below the budget, measure the plan with that peak before relying
+on it.
+"""
 
 _LOWEST = "lowest"
 """An internal strategy: the plan with the lowest peak that was found first, without a search for the fastest such plan."""
@@ -116,9 +119,9 @@ def trace_task(
 
 
 class StepPlanner:
-    """Makes plans of one step under a budget (``None``: no limit).
+    """Makes plans of one traced step under a budget (``None`` means no limit).
 
-    With several ranks, every method must be called on all of them, unless its description says otherwise.
+    With several ranks, a method must be called on all of them together, unless its description says otherwise.
     """
 
     def __init__(
@@ -142,26 +145,32 @@ class StepPlanner:
         self.gradients: Gradients | None = None
         self.in_flight = 1
         self.loss_share = 0.0
-        """Bytes of the user's loss, divided by the bytes that a micro-batch holds between forward and backward in any plan."""
+        """Bytes of the user's loss, divided by the bytes that one micro-batch holds between forward and backward. It is assumed
+        to be the same under all plans.
+        """
         self.mistake_bytes = 0
-        """The measured steady peak of the lowest plan minus its predicted peak, from its trial."""
+        """The measured peak of the plan with the lowest peak minus its predicted peak, in bytes. It was measured in a step that
+        does not record.
+        """
         self.managing: Managing | None = None
-        """The context that applies a plan in trials and keeps what the plan records; None if trials discard the record."""
+        """A function that returns the context that applies a plan in trials and keeps what the plan records. With None, trials
+        discard what they record.
+        """
         self.tried_bytes = 0
-        """The highest peak of a trial; 0 if there was none."""
+        """The highest peak of all trials in bytes; 0 if there was none."""
         self.recording_bytes = 0
-        """How much more the recording step of the lowest plan's trial needed than a steady step."""
+        """Bytes that the step that recorded the plan with the lowest peak needed, minus the bytes that a later step needed."""
         self._ran = TrialRun(0, 0, None)
-        """The last trial as measured in this process."""
+        """The last trial (a run of a plan to measure its peak), as measured in this process before ranks compared theirs."""
         self._sensed: Sensed | None = None
 
     @property
     def budget_bytes(self) -> int | None:
-        """The budget that plans are solved for, which is the tightest rank's."""
+        """The budget that plans are solved for: the budget of the tightest rank (the rank with the least room)."""
         return self.ranks.budget_bytes
 
     def alone(self) -> StepPlanner:
-        """Return a planner of this rank's own step under its own budget. It does not contact other ranks."""
+        """Return a planner for this rank's own step under this rank's own budget. It does not contact other ranks."""
         if self._agreement.size == 1:
             return self
         own = self.beside(self.trace, self.costs)
@@ -187,17 +196,18 @@ class StepPlanner:
 
     @functools.cached_property
     def extremes(self) -> Extremes:
-        """The step without a plan, and the step with everything recomputed."""
+        """Simulations of the step without a plan, and with everything recomputed."""
         return find_extremes(self.trace, self.costs)
 
     def fits_unmanaged(self) -> bool:
-        """True if every rank's step keeps to its budget without a plan."""
+        """Return True if, on each rank, the step without a plan keeps to the rank's own budget."""
         own_bytes = self.own_budget_bytes
         fits = own_bytes is not None and own_bytes >= self.extremes.unmanaged_peak_bytes
         return self._agreement.every("budgets", holds=fits)
 
     def try_forms(self, step: Callable[[], TrainingStep], progress: Progress = silent) -> None:
-        """Run the step once to try codecs and links on its values, if the options allow them and the budget needs them.
+        """Run the step once to measure the forms of its values (codecs and links). Nothing is run if the options do not allow
+        forms, or if the budget does not need them.
 
         If lossy plans are allowed, the unmanaged gradients are kept to compare with.
         """
@@ -209,10 +219,11 @@ class StepPlanner:
         progress("solving", 0.0 if self._sensed is None else 0.4)
 
     def plan(self, strategy: str, step: Callable[[], TrainingStep], progress: Progress = silent) -> Plan:
-        """Return the plan for the budget. On a real device the plan is run once, and solved again if the run contradicts it.
+        """Return the plan for the budget. On a real device the plan is run once, and solved again if it needs more than
+        predicted.
 
         Raises:
-            BudgetBelowFloor: nothing fits.
+            BudgetBelowFloor: no plan fits.
         """
         try:
             solved = self.solve(self.budget_bytes, strategy)
@@ -233,7 +244,7 @@ class StepPlanner:
                 raise measured from error
 
     def _confirmed(self, plan: Plan, strategy: str, step: TrainingStep, progress: Progress) -> Plan:
-        """Run the plan. If it misses its budget or error, solve again with the measurement."""
+        """Run the plan and return it. If the run exceeds the budget or the allowed error, solve again with the measurement."""
         return confirmed(
             plan,
             functools.partial(self.run, step),
@@ -247,7 +258,8 @@ class StepPlanner:
     def confirmed_beside(
         self, plan: Plan, step: TrainingStep, excess_bytes: int, resolve: Callable[[int], Plan], *, seen_bytes: int
     ) -> Plan:
-        """Run the plan once. If it needs more than expected, return the plan that ``resolve`` makes for the larger excess.
+        """Run the plan once and return it. If it needs more than expected, return the plan that ``resolve`` makes for the
+        larger excess instead. An excess is the measured peak of steps minus their predicted peak.
 
         Args:
             plan: the solved plan.
@@ -261,24 +273,28 @@ class StepPlanner:
         return confirmed(plan, run, lambda more, _: resolve(max(excess_bytes, more)), max_error=None, progress=silent)
 
     def lowest(self, error_scale: float = 1.0) -> Plan:
-        """Return the fastest plan found with the lowest peak that any plan reaches."""
+        """Return a plan with the lowest peak that any plan reaches. Among such plans, it is the fastest that the solver
+        found.
+        """
         return self.solve(self.lowest_for_now(error_scale).floor_bytes, error_scale=error_scale)
 
     def lowest_for_now(self, error_scale: float = 1.0) -> Plan:
         """Return a plan with the lowest peak, to use for a step or two.
 
-        The fastest plan with that peak is not searched for. For Llama and Mixtral models of 6 to 12 blocks, the search took 1.5
-        to 2.5 s of processor time.
+        The planner does not search for the fastest plan with that peak. For Llama and Mixtral models of 6 to 12 blocks, the
+        search took 1.5 to 2.5 s of processor time.
         """
         return self.solve(None, _LOWEST, error_scale=error_scale)
 
     def rungs(self) -> Iterator[Plan]:
-        """Yield the plans that the solver found between the unmanaged and the lowest peak, the cheapest plan first."""
+        """Yield the plans of the ladder: those that the solver found between the peak without a plan and the lowest peak, the
+        cheapest plan first.
+        """
         return map(self.options.written_into, rungs_of(self._planner))
 
     def predicted_bytes(self, plan: Plan) -> int | None:
-        """Return the peak of this rank's step under a plan made for another step, or None if the plan cannot be replayed
-        here.
+        """Return the predicted peak of this rank's step under a plan that was made for another step, or None if the plan cannot
+        be replayed here.
         """
         try:
             return run_choices(self.index, choices_of(self.index, plan.regions)).peak_bytes
@@ -286,12 +302,15 @@ class StepPlanner:
             return None
 
     def is_kept_by(self, plan: Plan, excess_bytes: int) -> bool:
-        """True if this rank's step keeps to its budget under a plan made for another step, with ``excess_bytes`` added."""
+        """Return True if this rank's step keeps to its budget under ``plan``, which was made for another step. ``excess_bytes``
+        are added to the predicted peak.
+        """
         predicted_bytes = self.predicted_bytes(plan)
         return predicted_bytes is not None and predicted_bytes <= (self.own_budget_bytes or 0) - excess_bytes
 
     def halfway_bytes(self, plan: Plan, error_scale: float = 1.0) -> int | None:
-        """Return a peak of the tightest rank's step halfway between a plan's and the lowest one.
+        """Return a peak in bytes that is halfway between a plan's peak and the lowest peak. Both are peaks of the tightest
+        rank's step.
 
         If the two are close, return the lowest peak. If the plan has the lowest peak already, return None.
         """
@@ -321,7 +340,8 @@ class StepPlanner:
         return self.lowest_that_fits(step(), error_scale)
 
     def lowest_that_fits(self, step: TrainingStep, error_scale: float = 1.0) -> Plan:
-        """Return the plan with the lowest peak if its measured peak fits, whatever its prediction says.
+        """Run the plan with the lowest peak and return it if its measured peak is within the budget, whatever its predicted
+        peak is.
 
         The peak is measured as in a training that begins with this plan, before the optimizer has state.
 
@@ -352,7 +372,8 @@ class StepPlanner:
     def refusal(
         self, lowest: Plan, floor_bytes: int, *, accumulating_bytes: int = 0, is_optimizer: bool = False
     ) -> BudgetBelowFloor:
-        """Return the error for a budget below the measured peak of the lowest plan. All ranks get the tightest rank's error.
+        """Return the error for a budget that is below the measured peak of the plan with the lowest peak. All ranks get the
+        tightest rank's error.
 
         Args:
             lowest: the plan.
@@ -375,13 +396,13 @@ class StepPlanner:
         return self.ranks.refused(error, floor_bytes)
 
     def wait_for(self, in_flight: int) -> None:
-        """Plan for ``in_flight`` forwards that wait for one backward."""
+        """From now on, make plans for steps where ``in_flight`` forwards wait for one backward."""
         if in_flight != self.in_flight:
             self.in_flight = in_flight
             self._forget_index()
 
     def count_loss(self, plan: Plan, measured_bytes: int) -> None:
-        """Plan for the memory of the user's loss, which the trace does not contain.
+        """From now on, make plans that count the memory of the user's loss, which the trace does not contain.
 
         ``measured_bytes`` is the measured peak of a step under ``plan`` between forward and backward.
         """
@@ -404,14 +425,15 @@ class StepPlanner:
         error_scale: float = 1.0,
         raise_below_floor: bool = True,
     ) -> Plan:
-        """Return a plan, not yet run, for a budget minus ``excess_bytes`` (``None``: no limit).
+        """Return a plan, not yet run, whose peak is at most the budget minus ``excess_bytes``. A budget of ``None`` means no
+        limit.
 
         With several ranks, the tightest rank solves, and all ranks get its plan. If the plan is for the ranks' budget, solve
         again until every rank's predicted peak is within its own budget. ``error_scale`` says how many times larger than
         expected the errors of lossy forms are.
 
         Raises:
-            BudgetBelowFloor: nothing fits, or nothing was found in time, unless ``raise_below_floor`` is False.
+            BudgetBelowFloor: no plan fits, or no plan was found in time, unless ``raise_below_floor`` is False.
         """
         how: dict[str, Any] = {"error_scale": error_scale, "raise_below_floor": raise_below_floor}
         if self._agreement.size == 1:
@@ -435,8 +457,8 @@ class StepPlanner:
         raise AssertionError("the lowest peak ends it")
 
     def _lowest_for_all(self, refusal: BudgetBelowFloor, attempt: int) -> Plan:
-        """Return the plan with the lowest peak if every rank is predicted to keep to its own budget under it. Otherwise raise
-        ``refusal``.
+        """Called if no plan was found for all ranks' budgets. Return the plan with the lowest peak if each rank is predicted to
+        keep to its own budget under it. Otherwise raise ``refusal``.
 
         A refusal in the first attempt means that the tightest rank cannot keep to its own budget, so it is raised as well.
         """
@@ -448,7 +470,9 @@ class StepPlanner:
         raise refusal
 
     def _over_bytes(self, plan: Plan) -> list[int]:
-        """Return each rank's predicted overshoot under a plan, including the bytes that it measured on top of its trace."""
+        """Return a list with, for each rank, its predicted peak under a plan minus its budget, in bytes. The peak includes the
+        bytes that the rank measured in addition to its trace.
+        """
         taken_bytes = self.own(plan).predicted_peak_bytes + self.ranks.own_excess_bytes
         budget_bytes = taken_bytes if self.own_budget_bytes is None else self.own_budget_bytes
         return self._agreement.all_of("predicted peaks", taken_bytes - budget_bytes, int)
@@ -462,7 +486,7 @@ class StepPlanner:
         error_scale: float = 1.0,
         raise_below_floor: bool = True,
     ) -> Plan:
-        """Solve in this process. See `solve`."""
+        """Solve in this process, without contacting other ranks. The arguments are those of `solve`."""
         planner = self._planner
         limits = self.options.limits(error_scale)
         if codecs_of_strategy(strategy):
@@ -493,7 +517,7 @@ class StepPlanner:
         return self.ranks.noted(msgspec.structs.replace(self.options.written_into(made), notes=notes))
 
     def own(self, plan: Plan) -> Plan:
-        """Return the plan with the predicted peak, the timeline and the classes of bytes of this rank's own step."""
+        """Return the plan with the figures of this rank's own step: predicted peak, timeline, and bytes by class."""
         if self._agreement.size == 1:
             return plan
         try:
@@ -508,7 +532,8 @@ class StepPlanner:
         )
 
     def run(self, step: TrainingStep, plan: Plan, *, unseen_bytes: int = 0) -> TrialRun:
-        """Run a plan and return its measurement, plus ``unseen_bytes`` that a trial does not contain.
+        """Run a plan and return its measured peaks and error. ``unseen_bytes``, which a trial does not contain, are added to
+        the peaks.
 
         With several ranks, the returned peak is the plan's budget plus the largest overshoot of any rank.
         """
@@ -526,7 +551,7 @@ class StepPlanner:
 
     @property
     def index(self) -> StepIndex:
-        """The traced step, prepared for solving. Made on first use."""
+        """The traced step in the form that the solver reads. It is made on first use."""
         if self._index is None:
             self._index = StepIndex(
                 self.trace,
@@ -578,10 +603,11 @@ def first_planner(
     optimizer_is_optional: bool,
     taken_bytes: int = 0,
 ) -> tuple[StepPlanner, float]:
-    """Trace a step, and try other forms of its values if they are allowed. Return its planner and the scale of errors.
+    """Trace a step, and measure the forms of its values (codecs and links) if they are allowed. Return a planner for the step,
+    and the scale of errors.
 
-    The scale says how many times larger than expected the measured errors are. The trace runs inside a training call. So it
-    keeps to the budget minus ``taken_bytes``, which are allocated outside of the traced step.
+    The scale is the measured error as a multiple of the expected error. The trace runs inside a training call. So it keeps to
+    the budget minus ``taken_bytes``, which are allocated outside of the traced step.
     """
     planner = eager_planner(
         agreement,

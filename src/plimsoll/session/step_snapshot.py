@@ -53,7 +53,9 @@ class Companions:
 
 
 class StepSnapshot:
-    """The state before a step. Enter it around the step; ``put_back`` restores the state afterwards."""
+    """A copy of the state that a step may change. Use it as a context manager around the step; ``put_back`` restores the state
+    afterwards.
+    """
 
     def __init__(self, model: nn.Module, companions: Iterable[Any], given: Any) -> None:
         self._model = model
@@ -87,11 +89,11 @@ class StepSnapshot:
 
     @property
     def is_in_optimizer(self) -> bool:
-        """True while an optimizer has begun its step and not ended it."""
+        """True while an optimizer runs its step. It stays True if that step failed."""
         return self._stepping is not None
 
     def written(self) -> str:
-        """Describe a write that cannot be undone, or return "" if everything can be restored."""
+        """Return a text that describes a write that cannot be undone, or "" if everything can be restored."""
         kept = [contents for _, contents in self._optimizers.values()]
         for parameter, version in self._parameters:
             if version_of(parameter) != version and not any(parameter in contents for contents in kept):
@@ -134,7 +136,7 @@ class StepSnapshot:
 
 
 class _KeptGradient:
-    """A gradient that exists when the step begins: the tensor object and a copy of its numbers."""
+    """A gradient that exists when the step begins, as data: the tensor object and a copy of its numbers."""
 
     def __init__(self, gradient: torch.Tensor | None) -> None:
         self._gradient = gradient
@@ -153,7 +155,7 @@ class _KeptGradient:
 
 
 class KeptContents:
-    """The contents of containers, to any depth, and the numbers of the tensors in them."""
+    """A copy of the contents of containers (such as lists and dicts), to any depth, with the numbers of the tensors in them."""
 
     def __init__(self, roots: Iterable[Any], *, with_tensors: bool = True, left_out: Collection[int] = ()) -> None:
         values = [value for known, value in with_contents(roots).items() if known not in left_out]

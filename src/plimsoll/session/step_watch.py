@@ -43,13 +43,13 @@ from plimsoll.units import budget_text
 
 
 def is_watched(module: nn.Module) -> bool:
-    """True if another watch already follows the calls of this very module."""
+    """Return True if a ``StepWatch`` already follows the calls of this module itself (not of a module around it)."""
     hooks = module._forward_pre_hooks.values()  # seen in torch 2.9 to 2.15
     return any(isinstance(hook, ModelHook) and isinstance(hook.runner, StepWatch) for hook in hooks)
 
 
 class StepWatch:
-    """Hooks on a model that find where its training steps begin and end.
+    """Follows a model's training steps through hooks: finds where steps begin and end, and measures some of them.
 
     ``before_call`` runs before every training call, with its arguments and situation. ``after_step`` runs when a step is over.
     Then ``measured`` is its measurement, or None if ``meter`` was not called or the measurement did not complete.
@@ -65,7 +65,9 @@ class StepWatch:
     ) -> None:
         self._model = model
         self._trained: list[weakref.ref[nn.Parameter]] = []
-        """Weak: ``load_state_dict(assign=True)`` exchanges parameters, and strong references kept the old weights alive."""
+        """The parameters that are trained, as weak references. With strong references, ``load_state_dict(assign=True)``, which
+        exchanges parameters, kept the old weights alive.
+        """
         self.note_frozen()
         self.device = next((parameter.device for parameter in self._trained_now()), torch.device("cpu"))
         self._before_call = before_call
@@ -78,28 +80,32 @@ class StepWatch:
         self._version = 0
         self._expected_error: BaseException | None = None
         self._has_raised = False
-        """True if a forward has raised. Its traceback may keep tensors alive that the forward made."""
+        """True if a forward has raised an error. The error's traceback may keep tensors alive that the forward made."""
         self._call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         """The arguments of the running training call if it is the first of its step, else None."""
         self._larger = self._late = ""
-        """A region's report about the measured step (`_larger`), or about a step too far along to measure (`_late`)."""
+        """What a region reported about the step: that it runs a call larger than before. ``_larger`` is about the measured
+        step, ``_late`` about a step that had gone too far to be measured.
+        """
         self.is_reordered = False
         """True if regions ran in an order that no earlier step had. The owner resets it."""
         self._made_bytes = 0
-        """Bytes that forward had already added when the measurement began."""
+        """Bytes that forward had added before the measurement began within it."""
         self.running: MeasuredStep | None = None
         self.measured: MeasuredStep | None = None
         self.rising = RisingPeak(self.device)
         self.risen_bytes = 0
-        """On CUDA, the step's peak without other memory on the device, if it exceeds all earlier peaks; else 0."""
+        """On CUDA, the step's peak in bytes, without memory of other things on the device, if it exceeds all earlier peaks.
+        Otherwise 0.
+        """
         self.beside_bytes: int | None = None
         self.peak_bytes = 0
         """The highest peak of any step that `take_peak` has returned."""
         self.rest_bytes = 0
-        """The step's peak from its last backward to the next forward; 0 if that was not measured."""
+        """The step's peak in bytes from its last backward to the next forward. It is 0 if that was not measured."""
         self._said_rest_bytes = 0
         self.in_flight = 1
-        """How many forwards the last step ran before one backward."""
+        """How many forwards of the last step waited at once for one backward."""
         self.nodes = self._first_node = self._last_node = self._compiled_before = 0
         """The most autograd nodes that one forward of the step made. Forwards that compile something are not counted: compiling
         makes nodes too, and up to 16 later steps were measured in wait for as many nodes.
@@ -117,7 +123,7 @@ class StepWatch:
         self._frozen = list(map(weakref.ref, frozen))
 
     def _trained_now(self) -> list[nn.Parameter]:
-        """Return the trained parameters. Look them up again if one of them was freed."""
+        """Return the parameters that are trained. If one of them was freed, look them all up again."""
         found = [parameter for reference in self._trained if (parameter := reference()) is not None]
         if not found or len(found) < len(self._trained):
             found = [parameter for parameter in every_parameter(self._model) if parameter.requires_grad]
@@ -134,7 +140,7 @@ class StepWatch:
 
     @property
     def is_between_steps(self) -> bool:
-        """True if no graph of this model waits for a backward."""
+        """True if no autograd graph of this model waits for a backward."""
         return not len(self.graphs)
 
     def meter(
@@ -145,8 +151,8 @@ class StepWatch:
         *,
         with_optimizer: bool = False,
     ) -> None:
-        """Measure the step that the next call begins. End with the next step, or (if not ``with_optimizer``) before the
-        optimizer steps.
+        """Measure the memory of the step that begins with the next call. The measurement ends when the next step begins, or, if
+        not ``with_optimizer``, before the optimizer steps.
 
         ``carried`` finds what the loop carries between steps. The measurement cannot end within backward: when backward
         returns, torch restores the profiler's state from before backward.
@@ -162,7 +168,7 @@ class StepWatch:
             self._watch = OptimizerWatch(self._trained_now(), (), self._optimizer_comes, self._optimizer_comes)
 
     def stop(self) -> None:
-        """End the measurement if one is running."""
+        """End the measurement if one is running, and keep its result."""
         step, self.running = self.running, None
         if step is not None:
             step.has_trained |= self.graphs.has_backward
@@ -178,25 +184,26 @@ class StepWatch:
         self.stop()
 
     def forget(self) -> None:
-        """Forget the step, because it failed and starts again."""
+        """Forget the running step, because it failed and is run again from its beginning."""
         self.drop()
         self.graphs.begin()
 
     def meter_if_new(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], situation: Situation, situations: MeteredSituations
     ) -> None:
-        """Measure the step that the next call begins if its situation is new. On a GPU do nothing, because its counter always
-        runs.
+        """Measure the step that begins with the next call if no step in this situation was measured. On a GPU do nothing,
+        because its counter always runs.
         """
         if self.is_between_steps and situations.begin(situation) and self.device.type == "cpu":
             self.meter(args, kwargs, with_optimizer=situations.is_sample)
 
     def raise_unless_it_fails(self, error: BaseException) -> None:
-        """Raise an error when the coming call has returned, unless the call raises one itself."""
+        """Let the coming call raise ``error`` at its end, unless the call raises an error of its own."""
         self._expected_error = error
 
     def larger_call(self, text: str, /, *, is_reordered: bool) -> None:
-        """Measure the step from here on, because a region is about to run its largest call so far, or in a new order.
+        """Measure the step from here on. A region (managed module call) reports that it is about to run its largest call so
+        far, or that regions run in a new order.
 
         ``text`` says which. If forward has already added much, measure the next step instead: the meter does not see when
         tensors are freed that were made before it started.
@@ -334,7 +341,9 @@ class StepWatch:
                 self.held.planned(self.levels.begin() - reading)
 
     def _look_at_loop(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, accumulates: bool) -> int:
-        """Find what the loop holds when a step begins. Return the allocated bytes, or 0 if they cannot be read."""
+        """Find what the training loop holds at the beginning of a step, and store it in ``held``. Return the allocated bytes,
+        or 0 if they cannot be read.
+        """
         self._version = self._versions()
         left, self._has_raised = self.graphs.has_left or self._has_raised, False
         reading, peak_bytes = self.levels.read(), self.levels.expected_peak_bytes

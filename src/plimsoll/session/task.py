@@ -35,13 +35,15 @@ from plimsoll.tracing.refusals import refuse_without_shape
 from plimsoll.tracing.torch_internals import is_profiled, warn_if_untried
 
 BATCH = "batch, mode and loss"
-"""The name of the fact that ranks have the same batch shapes, modes and losses."""
+"""The name of one of the facts that ranks compare: that their batches have the same shapes, and their steps the same modes and
+losses.
+"""
 _OF_OURS = (PlimsollError, torch.OutOfMemoryError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingTask:
-    """One training step as a user describes it. ``read`` checks the input and brings it into one form.
+    """One training step as a user describes it, as data. ``read`` checks the user's arguments and returns the task.
 
     ``batch`` is detached from the graph that made it. ``loss`` raises ``InvalidLoss`` if the user's function fails.
     """
@@ -53,7 +55,9 @@ class TrainingTask:
     units: tuple[Unit, ...] = ()
     """The parts of the model that torch.compile compiles."""
     compile_options: dict[str, Any] | None = None
-    """Options of torch.compile, if we compile the model and not the user."""
+    """Options of torch.compile if the plan itself compiles the model. They are ``None`` otherwise, also if the user compiles
+    it.
+    """
 
     @classmethod
     def read(
@@ -87,7 +91,9 @@ class TrainingTask:
 
     @contextlib.contextmanager
     def compiled(self) -> Iterator[None]:
-        """Compile the model inside the block with the user's options, also if it is called without torch.compile's wrapper."""
+        """Compile the model inside the ``with`` block with the options of this task. The model is then compiled even if it is
+        called without torch.compile's wrapper.
+        """
         bare = [unit for unit in self.units if unit.module._compiled_call_impl is None and unit.path == ""]
         alone = [dataclasses.replace(unit, wrapper=None) for unit in bare]
         with in_place(alone, lambda unit: functools.partial(unit.call.compile(), unit.module)):
@@ -100,18 +106,21 @@ class TrainingTask:
     def step(self, context: Context = contextlib.nullcontext, written: Collection[str] = ()) -> TrainingStep:
         """Return the step, which runs from the current state of the model and random generators.
 
-        ``context`` makes the contexts that it runs in. Parameters named in ``written`` are part of that state.
+        ``context`` is called for each forward and backward, and returns the context that they run in. Parameters named in
+        ``written`` are part of that state.
         """
         return TrainingStep(
             self.model, *self.call(), loss=self.loss, optimizer=self.optimizer, context=context, written=written
         )
 
     def signature(self) -> str:
-        """Return shapes, dtypes, mode and loss, as plans and receipts name them."""
+        """Return the text that identifies a batch in plans and receipts: shapes, dtypes, mode and loss."""
         return signature(self.model, *self.call(), loss=self.loss)
 
     def facts(self) -> dict[str, str]:
-        """Return what must be equal on ranks that plan one step together. The contents of batches may differ."""
+        """Return the facts that must be equal on ranks that plan one step together, as text by name. The contents of batches
+        may differ.
+        """
         return {
             "model": fingerprint(self.model),
             BATCH: self.signature(),
@@ -176,7 +185,9 @@ def check_model(model: object, optimizer: object = None) -> None:
 
 
 def refuse_profiler(model: nn.Module) -> None:
-    """Refuse to measure memory while a profiler runs: on a CPU measuring needs torch's profiler, and only one can run."""
+    """Raise an error if a profiler runs and memory must be measured on a CPU. That measurement needs torch's profiler, and only
+    one can run.
+    """
     if is_profiled() and any(parameter.device.type == "cpu" for parameter in model.parameters()):
         raise TracingFailed(
             "A profiler is running.",
@@ -186,7 +197,7 @@ def refuse_profiler(model: nn.Module) -> None:
 
 
 def is_managed(module: nn.Module) -> bool:
-    """True if a plan manages this very module."""
+    """Return True if a plan manages this module itself (not only a module around it)."""
     return isinstance(module.__dict__.get("forward"), ManagedRegion)
 
 
@@ -195,7 +206,8 @@ def _detached(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def detached(batch: Any) -> Any:
-    """Return the batch in its own form, detached from the graph that made it: a trial's backward must not enter that graph.
+    """Return the batch with the same structure, but detached from the graph that made it. Otherwise the backward of a trial
+    would enter that graph.
 
     Raises:
         InvalidBatch: neither a tensor, nor a tuple, nor a mapping.
@@ -243,7 +255,9 @@ def as_batch(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def task_of_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TrainingTask:
-    """Return the step of a training call with a stand-in loss. A wrapper's arguments get the inner model's names."""
+    """Return the task of a training call, with a loss that replaces the user's. If a wrapper was called, the arguments get the
+    names of the inner model.
+    """
     return TrainingTask(model=model, batch=detached(as_batch(inner_module(model), args, kwargs)), loss=stand_in_loss)
 
 

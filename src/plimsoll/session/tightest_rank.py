@@ -25,18 +25,20 @@ T = TypeVar("T")
 
 
 class _Room(msgspec.Struct, frozen=True, kw_only=True):
-    """The room of one rank: its budget minus its unmanaged peak."""
+    """What a rank sends to find the tightest rank, as data: its room (its budget minus its peak without a plan), and its
+    budget.
+    """
 
     room_bytes: int
     budget_bytes: int | None
 
 
 class _Taken(msgspec.Struct, frozen=True, kw_only=True):
-    """One rank's measurement, with its budget."""
+    """What a rank sends after a trial, as data: its measurement and its budget."""
 
     peak_bytes: int
     recording_bytes: int
-    """How much lower the peak is in a training that starts with this plan, before the optimizer has state."""
+    """The measured peak minus the peak of a training that starts with this plan, before the optimizer has state."""
     budget_bytes: int | None
     error: float | None
 
@@ -46,7 +48,8 @@ class _Taken(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TightestRank:
-    """Knows which rank is the tightest of the ranks that plan together, and translates bytes into its budget.
+    """Finds the tightest of the ranks that plan together (the rank whose budget is lowest compared with its peak without a
+    plan), and translates bytes of other ranks into its budget.
 
     A process that plans alone is the tightest rank, and its bytes do not change.
     """
@@ -55,7 +58,7 @@ class TightestRank:
         self._agreement = agreement
         self._own_budget_bytes = own_budget_bytes
         self.own_excess_bytes = 0
-        """How many bytes more than predicted this rank's step was measured to need."""
+        """How many bytes more than predicted this rank's measured step needed."""
         room_bytes = 0 if own_budget_bytes is None else own_budget_bytes - unmanaged_bytes
         rooms = agreement.all_of("room", _Room(room_bytes=room_bytes, budget_bytes=own_budget_bytes), _Room)
         by_rank = dict(zip(agreement.ranks, rooms, strict=True))
@@ -67,29 +70,36 @@ class TightestRank:
         self._uneven_budget_bytes = budgets if len(set(budgets.values())) > 1 else {}
 
     def made(self, what: str, make: Callable[[], Plan]) -> Plan:
-        """Let the tightest rank make a plan and return it on all ranks. See `Agreement.made_by`."""
+        """Let the tightest rank make a plan, and return that plan on all ranks. See `Agreement.made_by`."""
         return self._agreement.made_by(self._rank, what, make)
 
     def of_tightest(self, what: str, value: T, kind: Any) -> T:
-        """Return the tightest rank's value on all ranks."""
+        """Exchange a value with all ranks, and return the tightest rank's value on each of them. ``what`` names the
+        exchange.
+        """
         values: list[T] = self._agreement.all_of(what, value, kind)
         return values[self._agreement.ranks.index(self._rank)]
 
     def excess_bytes(self, own_excess_bytes: int) -> int:
-        """Return the tightest rank's excess, which is subtracted from the plan's budget. Keep this rank's own excess."""
+        """Return the tightest rank's excess (measured minus predicted bytes), which is subtracted from the plan's budget.
+        Remember this rank's own excess.
+        """
         self.own_excess_bytes = own_excess_bytes
         return self.of_tightest("excess", own_excess_bytes, int)
 
     def worst_bytes(self, own_bytes: int) -> int:
-        """Return the plan's budget plus the largest overshoot of any rank over its own budget. Every rank passes its own bytes.
+        """Exchange the bytes that each rank's step takes. Return the plan's budget plus the largest overshoot of any rank over
+        its own budget.
 
-        A single process gets ``own_bytes`` back.
+        A single process gets its ``own_bytes`` back unchanged.
         """
         over_bytes = own_bytes - (self._own_budget_bytes or 0)
         return (self.budget_bytes or 0) + max(self._agreement.all_of("worst", over_bytes, int))
 
     def worst_trial(self, own: TrialRun) -> TrialRun:
-        """Return one trial for all ranks: the largest error, and the plan's budget plus the largest overshoot."""
+        """Combine the trials (measured runs of a plan) of all ranks into one and return it. Its error is the largest error, and
+        its peak is the plan's budget plus the largest overshoot of a rank over its own budget.
+        """
         if self._agreement.size == 1:
             return own
         taken = _Taken(
@@ -110,7 +120,8 @@ class TightestRank:
         )
 
     def refused(self, error: BudgetBelowFloor, floor_bytes: int) -> BudgetBelowFloor:
-        """Return the error that all ranks raise.
+        """Return the error that all ranks raise if no plan fits. ``floor_bytes`` is a budget of the tightest rank that would be
+        enough.
 
         If budgets differ between ranks, the error asks to raise every rank's own budget by the largest overshoot.
         """
@@ -124,7 +135,9 @@ class TightestRank:
         return self._agreement.refused_by(self._rank, error)
 
     def noted(self, plan: Plan) -> Plan:
-        """Return a plan that this rank made, with a note that says so, and with the budgets of all ranks if they differ."""
+        """Return a plan that this rank made, with a note that names this rank. If the ranks have different budgets, write all
+        of them into the plan.
+        """
         if self._agreement.size == 1:
             return plan
         note = f"planned by rank {self._rank}, which has the least room of {self._agreement.size} ranks"

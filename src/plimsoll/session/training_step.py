@@ -68,9 +68,11 @@ def gradients_as_if(model: nn.Module, *, are_there: bool) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class StepPeaks:
-    """Bytes on the device in one step: those that existed before, and the most that existed at once, including them.
+    """The device's memory in one step, as data: the bytes that existed before the step, and the most bytes that existed at
+    once, including the former.
 
-    If gradients wait for a later reduction, each peak is of one micro-batch, and ``first_peak_bytes`` of the first one.
+    If gradients wait for a later reduction, each peak is the peak of one micro-batch, and ``first_peak_bytes`` is the peak of
+    the first micro-batch.
     """
 
     static_bytes: int
@@ -79,7 +81,8 @@ class StepPeaks:
 
 
 class TrainingStep:
-    """One step that can be repeated. Each ``run`` starts from the random states, buffers and attributes at construction.
+    """One training step that can be repeated. Each ``run`` starts from the random states, buffers and attributes that existed
+    when this object was made.
 
     Under ``DistributedDataParallel`` this is the step of the inner model. The reducer does not see it, so gradients are those
     of this process alone. ``context`` returns a new context that is entered around every forward and backward (such as an
@@ -186,7 +189,9 @@ class TrainingStep:
         torch.clear_autocast_cache()
 
     def clear_gradients(self) -> None:
-        """Remove gradients. Set those that existed when the step was made to zero, because the step adds to them."""
+        """Remove the gradients of a run. Gradients that existed when this object was made are set to zero instead, because the
+        step adds to them.
+        """
         for parameter in self.model.parameters():
             gradient = gradient_of(parameter)
             if gradient is None:
@@ -197,7 +202,9 @@ class TrainingStep:
                 parameter.grad = None
 
     def accumulating(self) -> TrainingStep:
-        """Return the same step for a loop that keeps gradients: each trainable parameter has one, except in the first run."""
+        """Return the same step for a loop that accumulates gradients: each trainable parameter has a gradient when the step
+        begins, except in the first run.
+        """
         other = copy.copy(self)
         other._accumulating = frozenset(
             each for each in self.model.parameters() if each.requires_grad and not is_gathered_by_zero(each)
@@ -222,7 +229,7 @@ class TrainingStep:
         return StepPeaks(first[0], peak_bytes, first_peak_bytes=first[1])
 
     def _measured(self, *, holds_back: bool) -> tuple[int, int]:
-        """Return the bytes that exist before one forward and backward, and the peak."""
+        """Run one forward and backward. Return two numbers: the bytes that existed before, and the peak."""
         self.rewind()
         static_bytes = self.static_bytes()
         release_library_workspaces(self.device)  # the step allocates cuBLAS's workspaces anew, so that they count
@@ -257,7 +264,9 @@ class TrainingStep:
         return storage_bytes(output_tensors(state), self.device)
 
     def absent_state_bytes(self, expected_bytes: int) -> int:
-        """Return how many of the ``expected_bytes`` of optimizer state do not exist yet, or belong to an unknown optimizer."""
+        """Return how many of the ``expected_bytes`` of optimizer state do not exist yet. State of an unknown optimizer counts
+        as absent.
+        """
         return max(0, expected_bytes - self.optimizer_bytes())
 
     def gradients(self) -> dict[str, torch.Tensor | None]:
@@ -281,7 +290,7 @@ class TrainingStep:
 
 
 def copies(tensors: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor | None]:
-    """Return private copies to compare with later."""
+    """Return a copy of each tensor, to compare with later."""
     return {name: None if tensor is None else tensor.detach().clone() for name, tensor in tensors.items()}
 
 

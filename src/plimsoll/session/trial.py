@@ -28,33 +28,40 @@ from plimsoll.tracing.recorder.untouched import untouched
 from plimsoll.units import format_bytes
 
 MAX_ATTEMPTS = 6
-"""Run at most this many plans. In most cases the first one fits; budgets within a percent of the floor need more."""
+"""Run at most this many plans one after the other. In most cases the first one fits; budgets within a percent of the floor (the
+lowest reachable peak) need more.
+"""
 _ERROR_MARGIN = 0.95
-"""The share of the allowed error that plans aim at once the measured scale is known."""
+"""Once the measured errors are known, plans aim at this share of the allowed error."""
 _WORTH_LOOSENING = 0.7
 """If a plan's error is below this share of the allowed error, look for a cheaper plan."""
 _MOST_LOOSENING = 4.0
-"""One attempt divides the expected errors by at most this."""
+"""One attempt divides the expected errors by at most this number."""
 
 Gradients = Mapping[str, torch.Tensor | None]
 
 
 @dataclass(frozen=True, slots=True)
 class TrialRun:
-    """The measurement of a plan that was run: bytes, and the relative error of the gradient (``None``: not compared).
+    """The measurement of a plan that was run, as data: bytes, and the relative error of the gradient (``None`` if it was not
+    compared).
 
     ``note`` describes the run if other ranks took part.
     """
 
     peak_bytes: int
     fresh_bytes: int
-    """The peak of a training that starts with this plan: the optimizer's state does not exist yet when the plan is recorded."""
+    """The peak of a training that starts with this plan, in bytes. When it records the plan, the optimizer's state does not
+    exist yet.
+    """
     error: float | None
     note: str = ""
     steady_bytes: int = 0
-    """The peak of the first micro-batch of the steady step, with all of the optimizer's state."""
+    """The peak of the steady step's first micro-batch, with all of the optimizer's state. The steady step is the step after the
+    one that records the plan.
+    """
     recording_bytes: int = 0
-    """How much more the recording step took than the steady one."""
+    """The peak of the step that recorded the plan minus the peak of the steady step after it."""
 
     @property
     def told(self) -> str:
@@ -64,7 +71,7 @@ class TrialRun:
 
 
 Managing = Callable[[Plan], contextlib.AbstractContextManager[object]]
-"""Returns a context that applies a plan."""
+"""A function from a plan to a context that applies the plan to the model."""
 
 
 def run_trial(
@@ -100,8 +107,8 @@ def run_trial(
 
 
 Resolving = Callable[[int, float], Plan]
-"""Solves again with some bytes subtracted from the budget and with expected errors scaled by a factor. Raises
-``BudgetBelowFloor`` if nothing fits any more.
+"""A function that solves the plan again. It gets the bytes to subtract from the budget, and the factor that scales expected
+errors. It raises ``BudgetBelowFloor`` if no plan fits any more.
 """
 
 
@@ -113,8 +120,8 @@ def confirmed(
     max_error: float | None,
     progress: Progress,
 ) -> Plan:
-    """Run the plan and solve again with the measurement, until it keeps to its budget and to ``max_error`` (``None``: any
-    error).
+    """Run the plan. If its peak exceeds its budget, or its error exceeds ``max_error``, solve again with the measurement, and
+    run the new plan. Return the fastest plan that kept to both limits. A ``max_error`` of ``None`` allows any error.
     """
     excess_bytes, scale = 0, 1.0
     best: Plan | None = None
@@ -153,14 +160,18 @@ def confirmed(
 
 
 def error_scale(plan: Plan, run: Callable[[Plan], TrialRun]) -> float:
-    """Run a plan once and return how many times larger than expected its errors are, with a margin; 1 for a lossless plan."""
+    """Run a plan once and return the measured error as a multiple of the expected error, with a margin. The result is 1 for a
+    lossless plan.
+    """
     if plan.is_lossless or not plan.predicted_error:
         return 1.0
     return _scale_of(plan, run(plan)) / _ERROR_MARGIN
 
 
 def _looser(plan: Plan, measured: TrialRun, scale: float, max_error: float) -> float | None:
-    """Return the scale at which a cheaper plan may exist, or None if the allowed error does not limit this plan."""
+    """Return a smaller scale of errors, so that solving may find a cheaper plan. Return None if the allowed error does not
+    limit this plan.
+    """
     if measured.error is None or not plan.predicted_error:
         return None
     is_binding = plan.predicted_error * scale >= _WORTH_LOOSENING * max_error

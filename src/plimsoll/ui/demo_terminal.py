@@ -93,7 +93,7 @@ def render_story(story: Story) -> RenderableType:
 
 
 def tell(story: Story) -> str:
-    """Return the summary of the demo: three sentences."""
+    """Return the summary of the demo in three sentences, from the results in ``story``."""
     plan, receipt = story.plan, story.receipt
     first = (
         f"Plain training needs {_bytes(receipt.measured_baseline_peak_bytes)} at its peak, "

@@ -226,7 +226,7 @@ def _render(element: Element) -> RenderableType | None:
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """A table for ``rich``, laid out to fit the width at which it is printed."""
+    """A table for ``rich`` that is laid out again for the width at which it is printed."""
 
     table: Table
 
@@ -268,7 +268,7 @@ def _render_table(table: Table, room: int) -> Grid:
 
 
 def _bar(share: float) -> Text:
-    """Return a bar for the share.
+    """Return a bar for a table cell. Its length shows the share.
 
     If the share is negative (a saving), the bar is green; if the share is 0, the text is empty.
     """

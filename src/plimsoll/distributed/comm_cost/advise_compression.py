@@ -68,7 +68,7 @@ def advise_compression(
         bytes_per_second: predict for a link of this bandwidth, in each direction; ``None`` for the measured one.
         seed: the seed of everything random.
         data: a description of the batches.
-        progress: called with the stage and the share of it that is done.
+        progress: a function that is called with the name of the stage and the share of the stage that is done.
 
     Returns:
         The figures of every method; the same on all ranks.

@@ -42,7 +42,7 @@ _LINK_BYTES = 2**24
 
 
 class SilentAverages(Averages):
-    """Averages gradients on a group whose collectives return at once.
+    """Averages gradients like ``Averages``, but on a process group whose collectives return at once.
 
     It counts its calls and measures the seconds of its own work.
     """
@@ -213,14 +213,18 @@ class CostMeter:
         wait_for_device(self.device)
 
     def _error(self, exact: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> float:
-        """Return the relative error of a method's gradient, ‖Δg‖ / ‖g‖, over the parts of all ranks."""
+        """Return the relative error of a method's gradient, ‖Δg‖ / ‖g‖. ``exact`` and ``other`` are this rank's parts of the
+        gradients; the error is that of all ranks' parts together.
+        """
         squares = [float(sum(one.square().sum() for one in exact))]
         squares.append(float(sum((one - two).square().sum() for one, two in zip(exact, other, strict=True))))
         norm, apart = (math.sqrt(math.fsum(each)) for each in zip(*self._tell_all(squares), strict=True))
         return apart / norm if norm else 0.0
 
     def _slowest(self, rows: Sequence[Sequence[float]]) -> list[list[float]]:
-        """Replace each number by its maximum over ranks. All ranks get the same result."""
+        """Exchange the numbers with all ranks, and replace each number by its maximum over ranks. All ranks get the same
+        result.
+        """
         return [[max(each) for each in zip(*row, strict=True)] for row in zip(*self._tell_all(rows), strict=True)]
 
     def _tell_all(self, value: object) -> list[Any]:
@@ -241,7 +245,7 @@ def predict_step_seconds(
 
     Returns:
         The predicted seconds. The last part is sent after backward, so its transfer always adds time. The transfers of the
-            other parts add only the time by which they take longer than backward.
+            other parts add only the time that they take longer than backward.
 
     Example:
         >>> predict_step_seconds(1.0, 3.0, 0.5, 2.0, parts=1)

@@ -56,7 +56,7 @@ class SilentGroup(dist.ProcessGroup):
 
 
 class _Done(dist.Work):
-    """The work of a collective that is already complete."""
+    """The work object (as torch's collectives return it) of a collective that is already complete."""
 
     def __init__(self, result: list[torch.Tensor]) -> None:
         super().__init__()

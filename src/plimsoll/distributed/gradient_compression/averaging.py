@@ -99,12 +99,14 @@ class SplitGradients:
 
     @classmethod
     def of_mean(cls, flat: torch.Tensor, gradients: Sequence[torch.Tensor]) -> SplitGradients:
-        """Describe gradients that their mean replaces. The gradients are views of the memory ``flat``."""
+        """Describe gradients that are replaced by their mean, as under DDP. The gradients are views of the memory ``flat``."""
         return cls(flat.view(1, -1), flat, [each.reshape(1, -1) for each in gradients], gradients)
 
     @classmethod
     def of_shard(cls, rows: torch.Tensor, mean: torch.Tensor, slots: Sequence[GradientSlot]) -> SplitGradients:
-        """Describe gradients with one row per rank. Each rank gets the mean of its own row, in the memory ``mean``."""
+        """Describe gradients as under FSDP2, where each rank gets only its own part of the mean. ``rows`` has one row per rank,
+        and the mean of this rank's row is stored in ``mean``.
+        """
         widths = [slot.shape[1] for slot in slots]
         return cls(rows, mean, rows.split(widths, dim=1), mean.split(widths))
 
@@ -167,7 +169,8 @@ class Averages:
 
 
 def _spread_velocity(slot: GradientSlot, rows: int, own_row: int) -> None:
-    """After warm-up, turn the momentum of this rank's shard of the mean into the momentum of a gradient of this rank.
+    """Called after warm-up, under FSDP2. Turn the momentum of this rank's shard of the mean into the momentum of this rank's
+    whole gradient.
 
     The new momentum is such that its mean over ranks is the old momentum.
     """
@@ -178,7 +181,7 @@ def _spread_velocity(slot: GradientSlot, rows: int, own_row: int) -> None:
 
 
 def average_whole(message: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Average the memory over ranks by an all-reduce.
+    """Replace a piece of memory by its average over ranks, with an all-reduce.
 
     As in DDP without a hook, it is first multiplied by 1 / ranks, so the bits are equal.
     """

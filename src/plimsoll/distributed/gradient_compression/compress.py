@@ -119,11 +119,11 @@ def attach_compression(
 
 
 def layout_of(model: nn.Module, replicate_group: dist.ProcessGroup | None) -> Replicas | Shards:
-    """Return the object that stands for the wrapper (DDP or FSDP2) that exchanges the model's gradients.
+    """Return the object that attaches compression to the wrapper (DDP or FSDP2) that exchanges the model's gradients.
 
     Raises:
         InvalidOption: ``replicate_group`` was given for a model under DDP.
-        InvalidModel: the model is under neither DDP nor FSDP2, or it has no trained parameters.
+        InvalidModel: the model is under neither DDP nor FSDP2, or it does not have trained parameters.
     """
     if isinstance(model, DistributedDataParallel):
         if replicate_group is not None:

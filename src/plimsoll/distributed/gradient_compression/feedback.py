@@ -8,8 +8,9 @@ With gradient g, residual r and momentum m, each for one parameter on one rank, 
     u ← 0 where sent     momentum factor masking
 
 If a rank's gradient of a parameter is all zeros, because the rank's part of the batch did not use the parameter, the rank
-offers nothing and keeps its residual. A residual that it sent would be lost if no rank used the parameter, since DDP ignores
-such gradients. For a gradient that is not finite, the rank offers zeros, reports it, and does not change residual and velocity.
+offers nothing and keeps its residual (what it did not send earlier). A residual that it sent would be lost if no rank used the
+parameter, since DDP ignores such gradients. For a gradient that is not finite, the rank offers zeros, reports it, and does not
+change residual and velocity.
 
 With residuals added, a mean can be too large for float16 although all gradients fit. The mean is clipped to the largest
 float16, and the rest goes back to the residual. So the mean of all residuals still equals what was never sent.
@@ -46,7 +47,7 @@ class Offer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeedbackOutcome:
-    """Data: the result of reducing an offer over all ranks.
+    """Data: the result of reducing one parameter's offers over all ranks.
 
     Attributes:
         mean: the mean over ranks of the values sent, flat. Under the form ``shard``, it is the mean of this rank's shard only.
@@ -106,7 +107,7 @@ def settle(offered: Offer, outcome: FeedbackOutcome, is_not_finite: torch.Tensor
 
 
 def with_velocity(slot: GradientSlot, mean: torch.Tensor, momentum: float) -> torch.Tensor:
-    """Return the mean of an uncompressed parameter with momentum applied, and store the momentum in the slot.
+    """Apply momentum to the mean of a parameter that is not compressed. Return the result, and store the momentum in the slot.
 
     The optimizer has to run without momentum.
     """

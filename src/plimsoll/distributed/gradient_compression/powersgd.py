@@ -29,18 +29,18 @@ _FIRST_STEP = 2
 step. Our own buckets do not change.
 """
 _EPSILON = 1e-8
-"""A column is divided by its length plus this number, so that a column of zeros stays zero instead of NaN."""
+"""To normalize a column, it is divided by its length plus this number, so that a column of zeros stays zero instead of NaN."""
 _FREEING_SECONDS = 1.0
 """The longest wait in seconds until torch frees its callbacks. Usually this takes microseconds."""
 
 
 class _State(PowerSGDState):
-    """The state of torch's hook, in a subclass whose instances allow weak references."""
+    """The state object of torch's PowerSGD hook, in a subclass that allows weak references to its instances."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Bucket:
-    """The part of DDP's bucket interface that torch's hook uses, for our own matrices."""
+    """One of our matrices in the shape of a DDP bucket. It has the part of the bucket interface that torch's hook uses."""
 
     matrices: list[torch.Tensor]
 
@@ -108,7 +108,8 @@ class LowRankMean:
         return state
 
     def _right_factor(self, slot: GradientSlot, device: torch.device) -> torch.Tensor:
-        """Return the right factor of the slot's last step. Columns of zeros would stay zero for ever, so they are drawn again.
+        """Return the factor to start from: the right factor of the slot's last step. Columns of zeros would stay zero for ever,
+        so they are drawn at random again.
 
         In the first step, all columns are drawn.
         """

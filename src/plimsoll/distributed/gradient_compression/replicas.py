@@ -107,7 +107,7 @@ class Replicas:
             self._hook = state
 
     def attach(self, slots: list[GradientSlot], averages: Averages) -> None:
-        """Compress the model's gradients from now on. ``slots`` are in the order of ``parts``."""
+        """Compress the model's gradients from now on. ``slots`` hold each parameter's state, in the order of ``parts``."""
         if self._hook is None:
             self._hook = ReplicaHook(self._model)
             self._model.register_comm_hook(self._hook, reduce_bucket)
@@ -116,12 +116,12 @@ class Replicas:
         self.restore(0)
 
     def restore(self, step: int) -> None:
-        """Set the number of the current training step. Counting continues from this number."""
+        """Set the number of the current training step when a saved state is loaded. Counting continues from this number."""
         assert self._hook is not None, "attached"
         self._hook.step = step
 
     def detach(self) -> None:
-        """Leave the buckets to DDP's all-reduce.
+        """End the compression: from now on DDP's own all-reduce averages the buckets.
 
         DDP holds the hook for ever, so the hook drops its parameters and residuals.
         """
@@ -130,7 +130,7 @@ class Replicas:
 
 
 def twice() -> InvalidOption:
-    """Return the error for a model whose gradients are already compressed."""
+    """Return the error to raise if the gradients of a model are to be compressed a second time."""
     return InvalidOption(
         "The gradients of this model are compressed already.",
         why="what one compression left unsent would be lost to the other",

@@ -35,7 +35,9 @@ _ReduceScatter: Any = internal("torch.distributed.fsdp._fully_shard._fsdp_api.Re
 
 @dataclass(frozen=True, slots=True)
 class ShardUnit:
-    """Data: a module that ``fully_shard`` was called on, with its trained parameters in the order of their reduction."""
+    """Data: a unit of FSDP2, which is a module that ``fully_shard`` was called on, with its trained parameters in the order of
+    their reduction.
+    """
 
     module: FSDPModule
     parameters: dict[str, DTensor]
@@ -63,7 +65,8 @@ class ShardUnit:
 
 
 def units_of(model: nn.Module) -> list[ShardUnit]:
-    """Return the modules of a model that FSDP2 shards with their trained parameters, in the order of ``modules()``.
+    """Return the units of a model (modules that ``fully_shard`` was called on) that have trained parameters, in the order of
+    ``modules()``.
 
     Modules that were sharded in one call form one unit.
 
@@ -140,7 +143,7 @@ class Shards:
                 )
 
     def attach(self, slots: list[GradientSlot], averages: Averages) -> None:
-        """Compress the model's gradients from now on. ``slots`` are in the order of ``parts``."""
+        """Compress the model's gradients from now on. ``slots`` hold each parameter's state, in the order of ``parts``."""
         remaining = iter(slots)
         for unit in self._units:
             own = [next(remaining) for _ in unit.parameters]
@@ -154,7 +157,7 @@ class Shards:
                 unit.module.set_all_reduce_hook(hook)
 
     def restore(self, step: int) -> None:
-        """Set the number of the current training step. Counting continues from this number."""
+        """Set the number of the current training step when a saved state is loaded. Counting continues from this number."""
         for hook in self._hooks:
             hook.step = step
 
@@ -166,7 +169,7 @@ class Shards:
 
 
 class _CompressedReduceScatter(_DefaultAllocMixin, _ReduceScatter):
-    """A reduce-scatter that compresses.
+    """Replaces FSDP2's reduce-scatter of one unit by one that sends compressed gradients.
 
     FSDP2 calls it in its own stream, and allocates memory as for its own reduce-scatter.
     """
@@ -198,7 +201,9 @@ class _CompressedReduceScatter(_DefaultAllocMixin, _ReduceScatter):
 
 
 class _AverageShards:
-    """An all-reduce that compresses. FSDP2 calls it after its own reduce-scatter."""
+    """Replaces FSDP2's all-reduce among ranks with the same shards by one that sends compressed gradients. FSDP2 calls it after
+    its own reduce-scatter.
+    """
 
     def __init__(self, slots: Sequence[GradientSlot], averages: Averages, group: dist.ProcessGroup) -> None:
         self._slots = slots

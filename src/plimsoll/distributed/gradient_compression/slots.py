@@ -1,7 +1,9 @@
-"""One slot per parameter: whether the parameter's gradient is compressed, the bytes that it sends, and its state between steps.
+"""A slot is the record of one parameter: whether its gradient is compressed, the bytes that a rank sends for it, and its state
+between steps.
 
 Bytes are those that each rank's link carries in each direction. An all-reduce passes each byte twice around the ring of ranks;
-a reduce-scatter and an all-gather pass it once. Libraries may differ on other topologies. Training counts the same figures.
+a reduce-scatter and an all-gather pass it once. Libraries may differ on other topologies. The counters of a training use the
+same figures.
 
 Source: Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations".
 """
@@ -140,7 +142,7 @@ class GradientPart(NamedTuple):
 def make_slots(
     parts: Iterable[GradientPart], settings: CompressionSettings, *, ranks: int, form: Form
 ) -> list[GradientSlot]:
-    """Make one slot per parameter, in the order of ``parts``.
+    """Make one slot (the record of a parameter's gradient) per parameter, in the order of ``parts``.
 
     Raises:
         InvalidOption: one of the caller's patterns matches no parameter.

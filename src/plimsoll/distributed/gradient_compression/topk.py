@@ -28,7 +28,7 @@ _all_gather = _NAMES["all_gather_single" if "all_gather_single" in _NAMES else "
 
 @dataclass(frozen=True, slots=True)
 class TopKMean:
-    """Computes the mean over ranks of each rank's largest elements.
+    """Computes the mean over ranks of the elements that the ranks send: each rank sends the largest elements of its gradient.
 
     All ranks of a group must make the same calls of ``reduce``.
     """
@@ -58,8 +58,8 @@ class TopKMean:
         return outcomes
 
     def encode(self, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Turn float32 ``(rows, elements)`` into one payload per row: bytes with the places and values of the largest
-        elements.
+        """Turn float32 rows ``(rows, elements)`` into payloads, one for each row: bytes with the places and values of the row's
+        largest elements.
         """
         sent = self.method.elements_sent(rows.shape[1])
         places = rows.abs().topk(sent, dim=1, sorted=False).indices

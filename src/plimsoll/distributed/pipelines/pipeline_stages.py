@@ -3,7 +3,8 @@
 The first ``schedule.step(...)`` that trains traces each stage before anything else runs. The trace uses the micro-batch of the
 stage's call, or tensors with the shapes of its receive buffers. If any rank cannot meet its budget, all ranks raise an error.
 This first step runs at the lowest memory, and its memory is measured as a whole. From the second step on, stages run plans for
-the budget minus the bytes that the traces did not see. Steps are measured until one step keeps to the budget on all ranks.
+the budget minus the bytes that were measured but not traced. Steps are measured until one step keeps to the budget on all
+ranks.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ _MOST_STEPS = 5
 
 
 class ScheduleAttachment(RemovedAtEnd):
-    """A budget that manages the stages of a schedule. As a context manager, it ends the management at the end.
+    """Manages the stages of a schedule under one budget. As a context manager, it ends the management at the end of the block.
 
     ``plans``, by stage, exist after the first training step has begun.
     """
@@ -186,7 +187,9 @@ class ScheduleAttachment(RemovedAtEnd):
             self._begin_stage(index, args, kwargs)
 
     def _begin_stage(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Trace a stage, and let it run at its smallest peak. Errors are stored until all ranks agree to raise an error."""
+        """Trace a stage, and let it run at its smallest peak in this step. Errors are stored, and raised once all ranks have
+        agreed to raise.
+        """
         stage, rank = self._rank.stages[index], self._rank
         self._is_tracing = True
         try:
@@ -224,7 +227,9 @@ class ScheduleAttachment(RemovedAtEnd):
         return loss_of(self.schedule, output, target, self._call.get("loss_kwargs"))
 
     def _agree_at_first(self) -> None:
-        """Make all ranks raise an error, or all continue, after they traced their stages and before a micro-batch runs."""
+        """Called in the first training step, after the stages were traced and before a micro-batch runs. If any rank has an
+        error, all ranks raise one; otherwise all continue.
+        """
         with self._agreement.together("traced"):
             for error in self._errors:
                 raise error
@@ -241,9 +246,9 @@ class ScheduleAttachment(RemovedAtEnd):
         self._take(mine, made)
 
     def _settle(self) -> None:
-        """Decide after a step: if all ranks fit, keep the plans.
+        """Called after a measured step. If the step was within the budget on all ranks, keep the plans.
 
-        Otherwise plan again, with a budget without the bytes that were measured beyond the plans' predictions.
+        Otherwise plan again. The difference between the measured peak and the plans' prediction is subtracted from the budget.
         """
         assert self._planner is not None
         self._stop_measuring()
@@ -263,7 +268,7 @@ class ScheduleAttachment(RemovedAtEnd):
         self._take(mine, made)
 
     def _note(self, step: MeasuredStep) -> None:
-        """Store the peak of a measured step, and by how many bytes the peak exceeds the plans' prediction.
+        """Store the peak of a measured step, and the measured peak minus the peak that the plans predicted.
 
         Raises:
             BudgetBelowFloor: the optimizer's step alone takes more than the budget.
@@ -294,7 +299,9 @@ class ScheduleAttachment(RemovedAtEnd):
         )
 
     def _take(self, mine: Standing, made: RankPlan) -> None:
-        """Run the plans that this rank and its replicas agreed on."""
+        """Apply the plans that this rank and its replicas (ranks with the same stages) agreed on. ``made`` are this rank's own
+        plans.
+        """
         assert self._planner is not None
         plans, self._seconds = self._agreement.adopt(mine, made)
         self._made = RankPlan(plans, self._planner.peak_of(plans), made.seconds)
@@ -350,7 +357,9 @@ class ScheduleAttachment(RemovedAtEnd):
 
     @property
     def _beside_bytes(self) -> int:
-        """The bytes of a step's arguments and receive buffers, except for the one micro-batch that the traces contain."""
+        """The bytes of a step's arguments and receive buffers. The one micro-batch that the traces contain already does not
+        count.
+        """
         stages = self._rank.stages
         traced = {index: step.traced.received_bytes for index, step in self._steps.items()}
         if is_at_least(2, 15):  # a buffer lives from its receive to the end of its micro-batch's backward

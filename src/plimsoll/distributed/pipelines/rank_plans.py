@@ -1,4 +1,6 @@
-"""Plans the stages of one rank within one budget for all of them. All replicas of a stage get the same plan."""
+"""Plans the stages of one rank of a pipeline within one budget for all of them. All replicas of a stage (ranks with the same
+stage) get the same plan.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,8 @@ They find the budget to within a hundredth of the range between floor (the small
 
 @dataclass(frozen=True, slots=True)
 class RankPlan:
-    """Data: one plan per stage, the peak of all stages together on this rank, and each stage's seconds per micro-batch.
+    """Data: the plans of one rank. It has one plan per stage, the peak of all stages together on this rank, and each stage's
+    seconds per micro-batch.
 
     The peak includes the planner's ``beside_bytes``.
     """
@@ -43,7 +46,7 @@ class RankPlan:
 class RankPlanner:
     """Makes the plans of one rank from its stages and their actions in a step.
 
-    ``beside_bytes`` are other bytes, held all the time.
+    ``beside_bytes`` are bytes that the rank holds all the time in addition to its stages, such as receive buffers.
     """
 
     def __init__(self, steps: Mapping[int, StageStep], actions: Sequence[Action], beside_bytes: int) -> None:
@@ -52,13 +55,13 @@ class RankPlanner:
         self._beside_bytes = beside_bytes
 
     def lowest(self) -> RankPlan:
-        """Plan each stage at its smallest reachable peak."""
+        """Return the plans under the smallest budgets: each stage has its smallest reachable peak."""
         return self._at(0.0)
 
     def solve(self, budget_bytes: int, excess_bytes: int = 0) -> RankPlan:
-        """Plan for a budget of the whole rank.
+        """Return the plans of all stages whose common peak is within a budget of the whole rank.
 
-        ``excess_bytes``, which were measured beyond predictions, are subtracted from the budget.
+        ``excess_bytes`` are subtracted from the budget. They are the measured peak of a step minus its predicted peak.
 
         Raises:
             BudgetBelowFloor: even the smallest peak is too large; the error names the stage that has it.
@@ -128,8 +131,8 @@ _TOPIC = "planning pipeline stages"
 
 
 class Standing(msgspec.Struct, frozen=True, kw_only=True):
-    """A rank's message to the others: its stages and their models, the bytes that its plans may take, and whether its last step
-    fitted.
+    """A rank's message to the other ranks when they agree on plans, as data: its stages and their models, the bytes that its
+    plans may take, and whether its last step was within its budget.
     """
 
     stages: tuple[int, ...]
@@ -139,16 +142,19 @@ class Standing(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StageAgreement(Agreement):
-    """Lets the ranks of a job agree on plans. If ``world`` is ``None``, this rank is the only one, and its own values count."""
+    """Lets the ranks of a pipeline job agree on plans. If ``world`` is ``None``, this rank is the only one, and only its own
+    plans count.
+    """
 
     def __init__(self, world: World | None, timeout_seconds: float) -> None:
         conversation = None if world is None else Conversation(world, _TOPIC, timeout_seconds=timeout_seconds)
         super().__init__(conversation, _TOPIC)
 
     def compare(self, mine: Standing) -> tuple[Standing, bool]:
-        """Exchange standings with all ranks.
+        """Exchange standings (each rank's stages, room and success) with all ranks.
 
-        Return this rank's standing with the smallest ``room_bytes`` of its replicas, and whether all ranks fit.
+        Return two results. The first is this rank's standing, with the smallest ``room_bytes`` among its replicas. The second
+        is True if the last step of each rank was within its budget.
 
         A replica is a rank with the same stages.
 
@@ -164,11 +170,10 @@ class StageAgreement(Agreement):
         return msgspec.structs.replace(mine, room_bytes=room_bytes), all(other.does_fit for other in everyone)
 
     def adopt(self, mine: Standing, made: RankPlan) -> tuple[dict[int, Plan], dict[int, ActionSeconds]]:
-        """Exchange plans with all ranks.
+        """Exchange plans with all ranks, so that all replicas of a stage (ranks with the same stage) run the same plan.
 
-        Return the plans, by stage, of the first rank with this rank's stages, and the seconds of all ranks' stages.
-
-        So all replicas of a stage run the same plan.
+        Return two mappings by stage: the plans of the first rank that has the same stages as this one, and the seconds of the
+        stages of all ranks.
         """
         offers = self.all_of("plans", _Offer(stages=mine.stages, seconds=made.seconds, plans=made.plans), _Offer)
         first = next(offer for offer in offers if offer.stages == mine.stages)

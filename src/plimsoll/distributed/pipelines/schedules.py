@@ -184,7 +184,7 @@ def _compute_actions(table: Iterable[Any]) -> Iterator[Action]:
 
 
 def _whole_where_first(orders: Orders) -> Orders:
-    """Join the two halves of backward in the first stage, because it does not compute an input gradient.
+    """Join the two halves of backward in the first stage into one whole backward, and return the orders.
 
     torch skips this stage's action ``I`` (input gradient) and runs the whole backward in its action ``W`` (weight gradients).
     """
@@ -243,7 +243,8 @@ class Wrapped:
 
 @dataclass(frozen=True, slots=True)
 class StageReport:
-    """Data about one stage of this rank. ``predicted_extra_seconds`` are the seconds of recomputation in one micro-batch.
+    """Data: the predicted figures of one stage of this rank. ``predicted_extra_seconds`` are the seconds of recomputation in
+    one micro-batch.
 
     ``in_flight`` is the most micro-batches that are between forward and backward at once.
     """
@@ -273,10 +274,11 @@ class AddedSeconds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleReport:
-    """Data: a rank under its plans. ``rank`` is its pipeline rank. Bytes are the sum of everything on the rank during a step.
+    """Data: the memory and time of one rank under its plans. ``rank`` is its pipeline rank. Bytes are the sum of everything on
+    the rank during a step.
 
-    ``excess_bytes`` were measured beyond the plans' prediction; ``predicted_peak_bytes`` includes them. ``added`` is ``None``
-    if the seconds of other ranks' stages are not known.
+    ``excess_bytes`` are the measured peak minus the plans' own prediction; ``predicted_peak_bytes`` includes them. ``added`` is
+    ``None`` if the seconds of other ranks' stages are not known.
     """
 
     schedule: str

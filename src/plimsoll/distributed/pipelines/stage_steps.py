@@ -107,7 +107,7 @@ def _as_batch(index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict
 
 
 class _Output:
-    """The loss function for tracing a stage, which also notes the bytes of the stage's output.
+    """The loss function for the trace of a stage. It also notes the bytes of the stage's output.
 
     The loss is the stage's own. Stages without a loss get the sum of their output, whose gradient takes 0 bytes.
     """
@@ -139,7 +139,8 @@ class StageStep:
     """A traced stage that can be planned, with at most ``in_flight`` micro-batches between forward and the end of backward.
 
     Each finished micro-batch leaves ``left_bytes`` until the step ends. Then outputs of ``merged_bytes`` are concatenated.
-    ``known_choices`` are choices of other stages' regions, which speed up planning; this stage's choices are added.
+    ``known_choices`` remembers the choices (what a region keeps or recomputes) that were generated for regions of other stages,
+    which speeds up planning. The choices of this stage are added to it.
     """
 
     def __init__(
@@ -158,7 +159,9 @@ class StageStep:
 
     @property
     def range_bytes(self) -> tuple[int, int]:
-        """The smallest and the largest budget in bytes, of this stage alone, between which its plan changes."""
+        """The smallest and the largest budget of this stage alone, in bytes, that make a difference: its lowest reachable peak
+        and its peak without a plan.
+        """
         low = self.planner.floor.peak_bytes
         return low, max(low, self.planner.loosest.peak_bytes)
 
@@ -178,8 +181,8 @@ class StageStep:
         return run_choices(self.planner.index, choices_of(self.planner.index, plan.regions))
 
     def memory(self, simulation: Simulation) -> StageMemory:
-        """Return the bytes that the stage takes in forward, between forward and backward, and in backward, under a simulated
-        plan.
+        """Return the bytes that the stage takes under a simulated plan: in forward, between forward and backward, and in
+        backward.
         """
         index = simulation.index
         held = held_bytes(simulation)
@@ -232,7 +235,7 @@ def split_backward(simulation: Simulation) -> tuple[int, int]:
     end = index.handover
 
     def reach(until: int, more_bytes: int) -> None:
-        """Advance the running peak to an instant, with ``more_bytes`` on top of the bytes of a whole backward."""
+        """Advance the running peak to an instant, with ``more_bytes`` in addition to the bytes that a whole backward holds."""
         nonlocal peak_bytes, end
         peak_bytes = max(peak_bytes, int(simulation.curve[end:until].max(initial=0)) + more_bytes)
         end = max(end, until)
@@ -248,10 +251,10 @@ def split_backward(simulation: Simulation) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class _Between:
-    """Data about one region between the two halves of backward.
+    """Data: the bytes that one region (a managed module call) holds between the two halves of backward.
 
-    ``kept`` maps each storage kept for backward to its bytes. The other fields are bytes recomputed, and bytes of gradients,
-    for the second half.
+    ``kept`` maps each storage kept for backward to its bytes. The other fields are the bytes that are recomputed for the second
+    half, and the bytes of gradients that it needs.
     """
 
     kept: dict[int, int]
@@ -259,7 +262,7 @@ class _Between:
     gradient_bytes: int
 
     def kept_bytes(self, seen: set[int]) -> int:
-        """Return the bytes of this region's storages that are not in ``seen``, and add them to ``seen``.
+        """Return the bytes of this region's kept storages, without those in ``seen``. Then add the storages to ``seen``.
 
         So each storage counts once over all regions.
         """

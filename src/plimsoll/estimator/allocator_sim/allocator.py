@@ -146,9 +146,10 @@ class CachingAllocator:
         return found
 
     def _best_fit(self, pool: Pool, size: int) -> Block | None:
-        """Return the smallest free block that is large enough, or ``None``.
+        """Return the smallest free block of the pool that has at least ``size`` bytes, or ``None`` if no block is large enough.
 
-        With expandable segments, return the block whose extended size is smallest.
+        With expandable segments a free block can be extended by the unmapped pages after it. Then return the block that is
+        smallest once extended.
         """
         fitting = pool.free.from_size(size)
         found = next(fitting, None)
@@ -217,7 +218,8 @@ class CachingAllocator:
     def _give_back_oversize(self, pool: Pool, size: int) -> bool:
         """Give free blocks that are too large to be split back to the device, and return whether that freed enough bytes.
 
-        The smallest sufficient block is given back, or else the largest blocks until they suffice.
+        If one block suffices, the smallest such block is given back. Otherwise the largest blocks are given back until they
+        suffice.
         """
         most = self.settings.max_split_bytes
         if most is None or self.settings.is_expandable:
@@ -298,7 +300,9 @@ def simulate_allocator(
 
 
 def _first_step(events: Sequence[AllocationEvent]) -> list[AllocationEvent]:
-    """Return the events of the first step. Blocks that last are allocated where this step makes them, and are never freed."""
+    """Return the events of the first step. Blocks that last over all steps (such as optimizer state) are allocated at the
+    moment when the first step makes them, and are never freed.
+    """
     late = [event for event in events if event.lasts and event.bytes > 0 and event.made > event.instant]
     waiting = deque(sorted(late, key=lambda event: event.made))
     ordered: list[AllocationEvent] = []
@@ -314,7 +318,7 @@ def _first_step(events: Sequence[AllocationEvent]) -> list[AllocationEvent]:
 
 @dataclass(slots=True)
 class _Run:
-    """One run of the simulation: the allocator, the blocks that are allocated, and the peaks so far."""
+    """The state of one simulation: the allocator, the blocks that are allocated now, and the largest figures so far."""
 
     allocator: CachingAllocator
     requested_bytes: int = 0

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from plimsoll.units import MIB
 
 SMALLEST_BYTES = 512
-"""The size of every block is a multiple of this."""
+"""The size of each block is a multiple of this number of bytes."""
 SMALL_BYTES = 1 * MIB
 """Requests up to this size are served from the small pool, larger requests from the large pool."""
 SMALL_SEGMENT_BYTES = 2 * MIB
@@ -107,7 +107,7 @@ class Block:
 class FreeBlocks:
     """An ordered list of free blocks, smallest first. Blocks of equal size are ordered by address.
 
-    Free neighbours are merged at once, so ``is_split`` of a block does not change while it is in here.
+    Free neighbours are merged at once, so ``is_split`` of a block does not change while the block is in this list.
     """
 
     def __init__(self) -> None:
@@ -158,8 +158,8 @@ class Pool:
 
 @dataclass(frozen=True, slots=True)
 class Mapped:
-    """The result of extending a segment: a block that is not in the free list, the bytes that were mapped, and the number of
-    mappings.
+    """The result of extending a segment, as data: a block that is not in the free list, the bytes of memory that were mapped
+    for it, and the number of mappings.
 
     ``block`` is ``None`` if the device is out of memory.
     """
@@ -193,7 +193,9 @@ def extend(pool: Pool, size: int, *, room_bytes: int) -> Mapped:
 
 
 def unmap(block: Block) -> int:
-    """Unmap all whole pages of a free block, and return how many bytes that freed. The rest of the block stays free."""
+    """Unmap each page that lies wholly inside a free block, and return the number of bytes that were unmapped. The rest of the
+    block stays free.
+    """
     pool = block.pool
     page_bytes = pool.page_bytes
     origin = _origin(block)
@@ -216,9 +218,9 @@ def unmap(block: Block) -> int:
 
 
 def _candidate(pool: Pool, size: int) -> Block:
-    """Find the lowest address with ``size`` bytes free or unmapped.
+    """Find the lowest address of the pool's segment with ``size`` bytes after it that are free or unmapped.
 
-    Return the unmapped block there, or the free block right before it.
+    Return the unmapped block at that address. If a free block lies right before it, return the free block instead.
     """
     for block in pool.unmapped:
         before = block.before

@@ -1,8 +1,8 @@
 """Finds changes that make a step fit when it does not fit under any plan. Each change is tried alone.
 
 Every change is applied to the smallest point of the search, which is then evaluated again: more memory, half the sequence, no
-accumulation, compression. An 8-bit optimizer and more ranks are evaluated by estimating such a job. Changes that cannot be
-evaluated are listed as unsupported, with the reason.
+accumulation, and compression of saved activations. An 8-bit optimizer and more ranks are evaluated by estimating such a job.
+Changes that cannot be evaluated are listed as unsupported, with the reason.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from plimsoll.session.step_planner import StepPlanner
 from plimsoll.units import format_bytes_up
 
 _TOLERATED = "1%"
-"""The relative gradient error that the change to compression allows."""
+"""The relative error of gradients that the suggestion to compress activations allows."""
 _RANKS = 8
-"""The number of ranks that the change to ZeRO assumes: one node for most accelerators."""
+"""The number of ranks that the suggestion to shard with ZeRO assumes. It is one node of most accelerators."""
 
 
 def find_changes(training: FitTraining, device: SingleDevice, smallest: FitPoint) -> tuple[FitChange, ...]:
-    """Return changes to the smallest point of a search, for a search that did not find a point that fits.
+    """Return changes that would help when no point of a search fits. Each change is applied to ``smallest``, the smallest
+    point.
 
     Changes that make the point fit come first, then changes with more throughput.
     """
@@ -112,7 +113,7 @@ class _Finder:
         return None if optimizer is None else type(optimizer).__name__.lower()
 
     def _estimate(self, name: str, layout: str, optimizer: str) -> FitChange:
-        """Estimate the same micro-batch with one change.
+        """Estimate the same micro-batch on another layout or with another optimizer, and return the change with its peak.
 
         Give a speed only if this fit's own speeds come from a roofline model as well, because measured and modelled speeds
         cannot be compared.
@@ -148,7 +149,7 @@ class _Finder:
         )
 
     def _with(self, *, budget_bytes: int | None = None, accumulation: Accumulation | None = None) -> SingleDevice:
-        """Return the same device with another budget or another accumulation; it shares the traces."""
+        """Return the same device for another budget or another accumulation. Both use the same traces."""
         return dataclasses.replace(
             self.device,
             budget_bytes=self.device.budget_bytes if budget_bytes is None else budget_bytes,

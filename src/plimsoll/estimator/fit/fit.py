@@ -190,7 +190,7 @@ def fit(
 
 
 class _LayoutFit(NamedTuple):
-    """The arguments of a search over layouts, which ``estimate`` performs."""
+    """The arguments of a fit that searches over layouts as well, as data. ``estimate`` performs the search."""
 
     layout: str
     budget: int | str | None
@@ -243,7 +243,7 @@ class _LayoutFit(NamedTuple):
 
 
 class _Job:
-    """Runs one search for the best micro-batch, plans its best point and measures that plan."""
+    """Runs one fit: searches for the best micro-batch, solves the plan for it and measures that plan."""
 
     def __init__(self, training: FitTraining, accumulation: Accumulation, report: Progress) -> None:
         self._training = training
@@ -252,7 +252,9 @@ class _Job:
         self._reported = 0
 
     def fit(self, budget: Budget, space: Space, most_solves: int) -> Fit:
-        """Search, trace the best point at its own size, and measure it if the device is available."""
+        """Search the micro-batches, trace the best one at its own size, and measure its plan if the device is available. Return
+        the result.
+        """
         device = SingleDevice(self._training, self._accumulation, 0, self._stage)
         smallest = Shape(space.ladder()[0], space.sequences[0])
         first, costs = device.traced(smallest)
@@ -293,7 +295,7 @@ class _Job:
         )
 
     def _settled(self, search: Search, device: SingleDevice) -> FitPoint | None:
-        """Return the best point after tracing it at its own size.
+        """Return the best point (micro-batch and sequence) after tracing it at its own size. Return ``None`` if no point fits.
 
         Until then its figures are predictions. The trace may change them, and then another point may be best.
         """
@@ -310,8 +312,8 @@ class _Job:
         return max(settled_points, key=lambda point: point.items_per_second, default=None)
 
     def _measured(self, device: SingleDevice, shape: Shape, plan: Plan) -> tuple[Plan, Claim]:
-        """Run the plan once, solve it again if its peak exceeds the budget, and return the plan with its measured peak and
-        seconds.
+        """Run the best point's plan on the device. Return the plan, and the claim with its predicted and measured peak and
+        seconds. If a first run exceeds the budget, the plan is solved again.
         """
         training = self._training
         accumulates = self._accumulation.of(shape.batch) > 1
@@ -344,7 +346,9 @@ class _Job:
         )
 
     def _stage(self, stage: str) -> None:
-        """Report a stage. The number of stages is not known, so the share approaches 1 without reaching it."""
+        """Report a stage. The number of stages is not known in advance, so the reported share of finished work approaches 1
+        without reaching it.
+        """
         self._reported += 1
         self._report(stage, 1.0 - 0.93**self._reported)
 
@@ -370,7 +374,7 @@ def _loaded(
 
 
 def _notes(device: SingleDevice, points: Sequence[FitPoint], measured: Claim | None) -> Iterator[str]:
-    """Yield notes on how the points were predicted, and on a best plan that exceeds the budget when run."""
+    """Yield notes for the user: how the points were predicted, and whether the best plan exceeded the budget when it ran."""
     predicted = [Shape(point.micro_batch, point.sequence) for point in points if not point.is_traced]
     inexact_bytes = max(map(device.inexact_bytes, predicted), default=0)
     if inexact_bytes:
@@ -417,7 +421,9 @@ def _sequences(sequences: Sequence[int] | int | None) -> tuple[int, ...] | None:
 def _space(
     training: FitTraining, global_batch: int | None, accumulation: int, most_batch: int
 ) -> tuple[Space, Accumulation]:
-    """Return the micro-batches and sequences that may be chosen, and the rule for how many micro-batches make a step."""
+    """Return the micro-batches and sequences that the search may choose, and the rule that says how many micro-batches make a
+    step.
+    """
     check_count("most_batch", most_batch, least=1)
     check_count("accumulation", accumulation, least=1)
     if global_batch is None:

@@ -19,9 +19,11 @@ from plimsoll.artifacts.fit import FitPoint
 
 MOST_SOLVES = 16
 _WORTH = 1.002
-"""A point is solved only if it could be faster than the best point so far by this factor."""
+"""A plan is solved for a point (micro-batch and sequence) only if the point could be faster than the best point so far by this
+factor.
+"""
 _FINEST_SHARE = 0.03
-"""Gaps between two micro-batches are not divided further if they are below this share of the smaller one."""
+"""Gaps between two micro-batches are not divided further if they are smaller than this share of the smaller micro-batch."""
 
 
 class Shape(NamedTuple):
@@ -44,7 +46,9 @@ class Shape(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """What is known of a point before a plan is solved for it: the peak and the speed of its step without a plan."""
+    """What is known of a point (micro-batch and sequence) before a plan is solved for it, as data: the peak and the speed of
+    its step without a plan.
+    """
 
     unmanaged_peak_bytes: int
     most_items_per_second: float
@@ -52,7 +56,9 @@ class Outlook:
 
 
 class Evaluate(Protocol):
-    """What the search needs from a device. ``outlook`` is cheap; ``evaluate`` may solve a plan, which takes long."""
+    """The interface through which the search evaluates a size of micro-batch. ``outlook`` is cheap. ``evaluate`` may solve a
+    plan, which takes long.
+    """
 
     @property
     def solves(self) -> int:
@@ -75,7 +81,7 @@ class Space:
     allowed: tuple[int, ...] | None = None
 
     def ladder(self) -> tuple[int, ...]:
-        """Return the micro-batches to try first, in ascending order: each is about twice the previous one."""
+        """Return the micro-batches to try first, in ascending order: each is about twice as large as the one before."""
         if self.allowed is None:
             doubled = (1 << power for power in range(self.most_batch.bit_length()))
             return tuple(dict.fromkeys([*doubled, self.most_batch]))
@@ -95,7 +101,9 @@ class Space:
 
 @dataclass(slots=True)
 class Search:
-    """A search over micro-batches and sequence lengths. ``found`` has all points that were evaluated."""
+    """A search over micro-batches and sequence lengths. ``found`` maps each size that was evaluated to its point (the predicted
+    memory and speed).
+    """
 
     space: Space
     evaluator: Evaluate
@@ -104,14 +112,17 @@ class Search:
     found: dict[Shape, FitPoint] = field(default_factory=dict)
 
     def run(self) -> None:
-        """Evaluate points for each sequence length. Each length may use an equal share of the solves."""
+        """Evaluate micro-batches for each sequence length. Each length may use an equal share of the plans that the search may
+        solve.
+        """
         sequences: Sequence[int] = self.space.sequences
         for place, sequence in enumerate(sequences):
             limit = self.most_solves * (place + 1) // len(sequences)
             _Climb(self, sequence, limit).run()
 
     def best(self) -> FitPoint | None:
-        """Return the point with the most tokens per second among the points that fit.
+        """Return the point (micro-batch and sequence) with the most tokens per second among the points that fit, or ``None`` if
+        none fits.
 
         Among equally fast points, return the point with the lowest peak.
         """
@@ -123,7 +134,9 @@ class Search:
         return tuple(self.found[shape] for shape in sorted(self.found, key=lambda s: (s.sequence, s.batch)))
 
     def know(self, shape: Shape) -> FitPoint:
-        """Return the point with this size of micro-batch. It is evaluated at the first request and then remembered."""
+        """Return the point (predicted memory and speed) of this size of micro-batch. It is evaluated at the first request and
+        then remembered.
+        """
         if shape not in self.found:
             self.found[shape] = self.evaluator.evaluate(shape)
         return self.found[shape]
@@ -131,7 +144,7 @@ class Search:
 
 @dataclass(slots=True)
 class _Climb:
-    """The part of a search that is about one sequence length."""
+    """The search of the micro-batches for one sequence length. It stops when ``solve_limit`` plans have been solved."""
 
     search: Search
     sequence: int
@@ -147,7 +160,9 @@ class _Climb:
         self._refine_best()
 
     def _climb(self) -> tuple[int | None, int | None]:
-        """Double the micro-batch until it does not fit. Return the largest that fits, and the smallest that does not."""
+        """Double the micro-batch until it does not fit. Return two micro-batches: the largest that fits and the smallest that
+        does not. Each is ``None`` if none was found.
+        """
         fitting = None
         for batch in self.search.space.ladder():
             if fitting is not None and self._is_spent():
@@ -169,7 +184,9 @@ class _Climb:
         self._know(low)
 
     def _refine_largest(self, low: int, high: int) -> None:
-        """Bisect towards the largest micro-batch that fits, using a quarter of the remaining solves."""
+        """Bisect between ``low``, which fits, and ``high``, which does not, towards the largest micro-batch that fits. Use at
+        most a quarter of the solves that are left.
+        """
         rounds = max(1, (self.solve_limit - self.search.evaluator.solves) // 4)
         for _ in range(rounds):
             middle = self.search.space.between(low, high)
@@ -202,7 +219,8 @@ class _Climb:
         return None
 
     def _most_at(self, middle: int, best: int, far: int | None) -> float:
-        """Return an upper bound of the speed at ``middle``, between ``best`` and a neighbour.
+        """Return an upper bound of the speed at the micro-batch ``middle``. It lies between ``best``, the fastest micro-batch
+        so far, and the next evaluated one.
 
         One bound is the step without a plan. The other bound is the line from ``far``, the neighbour on the other side, through
         ``best``; it holds because throughput is assumed to be concave.

@@ -43,7 +43,7 @@ MakeBatch = Callable[[int, int], Any]
 
 
 class MicroBatches:
-    """Makes batches of any number of examples and tokens.
+    """Makes batches of any number of examples and tokens from a sample or a function of the user.
 
     ``items_name`` is the unit of their size: ``tokens`` or ``examples``.
     """
@@ -133,7 +133,7 @@ class FitTraining:
 
 @dataclass(slots=True)
 class StepFamily:
-    """The step of one model at any size of micro-batch, traced or predicted.
+    """Gives the step of one model at any size of micro-batch, either traced or predicted from traces at other sizes.
 
     With ``accumulates``, gradients exist before the step, as when several micro-batches are accumulated.
     """
@@ -148,14 +148,16 @@ class StepFamily:
     def foreseen(self, shape: Shape) -> tuple[Trace, Costs] | None:
         """Predict the step at a size that was not traced.
 
-        Return ``None`` if the traces so far do not determine it, or if the size was traced.
+        Return ``None`` if the traces so far do not determine the step, or if this size itself was traced.
         """
         if shape in self.traces or not self.traces:
             return None
         return self._predicted(shape) if self.family.knows(shape) else None
 
     def at(self, shape: Shape, *, must_trace: bool = False) -> tuple[Trace, Costs]:
-        """Return the step at this size, and its costs. With ``must_trace`` the step is traced, never predicted."""
+        """Return the step at this size as a trace, and the seconds of its ops. With ``must_trace`` the step is traced, never
+        predicted.
+        """
         if shape not in self.traces and (must_trace or not self._is_predictable(shape)):
             self._trace(shape)
         if shape in self.traces:
@@ -194,7 +196,9 @@ class StepFamily:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Accumulation:
-    """The rule for how many micro-batches make a step: always ``count``, or as many as ``global_batch`` examples need."""
+    """The rule for how many micro-batches make a step, as data: always ``count``, or as many as are needed for ``global_batch``
+    examples.
+    """
 
     count: int = 1
     global_batch: int | None = None
@@ -206,7 +210,7 @@ class Accumulation:
 
 @dataclass(slots=True)
 class SingleDevice:
-    """Evaluates sizes of micro-batch on one device (see ``fit.search.Evaluate``).
+    """Evaluates sizes of micro-batch on one device for a search (it implements ``fit.search.Evaluate``).
 
     ``plans`` and ``unmanaged`` (the simulated steps without a plan) are valid only for this accumulation and budget. The traces
     (``_families``) may be shared with a device that has another budget or accumulation.
@@ -230,7 +234,7 @@ class SingleDevice:
         return Outlook(simulation.peak_bytes, count * shape.items / seconds if seconds else 0.0)
 
     def evaluate(self, shape: Shape) -> FitPoint:
-        """Return the point at this size under its best plan.
+        """Return the point (predicted memory and speed) of this size of micro-batch under the best plan for it.
 
         If even that plan does not fit, the point's peak is the smallest peak that a plan reaches.
         """
@@ -253,7 +257,8 @@ class SingleDevice:
         return point if unmanaged.peak_bytes <= self.budget_bytes else self._solved(shape, point)
 
     def settle(self, shape: Shape) -> FitPoint:
-        """Return the point at this size, from a trace at this size and never from a prediction.
+        """Return the point (memory and speed) of this size of micro-batch, computed from a trace at this size and never from a
+        prediction.
 
         Its plan is stored in ``plans``.
         """
@@ -268,7 +273,7 @@ class SingleDevice:
         return point
 
     def resolve(self, shape: Shape, excess_bytes: int) -> Plan:
-        """Solve a plan again at a size that was settled, with ``excess_bytes`` taken off the budget.
+        """Solve the plan again for a size that was settled (traced itself), with ``excess_bytes`` subtracted from the budget.
 
         Raises:
             BudgetBelowFloor: no plan fits the smaller budget.
@@ -287,7 +292,9 @@ class SingleDevice:
         return self._family(shape).family.inexact_bytes(shape)
 
     def strays(self) -> dict[Shape, str]:
-        """Return the traced sizes whose step has another structure than the other traces, each with the difference in words."""
+        """Return a mapping from traced sizes whose step has another structure than the other traces to the difference in
+        words.
+        """
         return {shape: why for family in self._families.values() for shape, why in family.family.strays.items()}
 
     def traced(self, shape: Shape) -> tuple[Trace, Costs]:
@@ -332,7 +339,9 @@ class SingleDevice:
 
 
 def described(point: FitPoint, plan: Plan) -> FitPoint:
-    """Return the point with the status, peak, seconds and recomputed bytes of this plan."""
+    """Return the point (size of micro-batch) with the status, peak, seconds and recomputed bytes of this plan written
+    into it.
+    """
     decisions = [decision for region in plan.regions for decision in region.decisions]
     return msgspec.structs.replace(
         point,
@@ -344,7 +353,7 @@ def described(point: FitPoint, plan: Plan) -> FitPoint:
 
 
 def _step_seconds(simulation: Simulation) -> float:
-    """Return the seconds that the optimizer takes in a simulated step."""
+    """Return the seconds that the optimizer's step takes in a simulated training step."""
     return optimizer_seconds(simulation.index.trace, simulation.index.costs)
 
 

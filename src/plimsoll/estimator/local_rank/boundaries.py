@@ -122,7 +122,9 @@ class Boundaries:
         self._after(group.row, self._leave)
 
     def _before_columns(self, group: Group) -> None:
-        """Hook a collective before each column-parallel layer. Layers that read the same tensor share one collective."""
+        """Hook a collective before the column-parallel layers of a group. Layers that read the same tensor share one
+        collective.
+        """
         memo = _Shared(self._enter)
         for path in group.columns:
             self._edits.hook(self._modules[path].register_forward_pre_hook(memo.first_argument))
@@ -150,8 +152,8 @@ class Boundaries:
         return split(self._checked(x, 1), _SEQUENCE, self._tp, _GROUP)
 
     def _checked(self, x: torch.Tensor, ranks: int) -> torch.Tensor:
-        """Return ``x`` if it has the residual stream's shape; raise otherwise, because the model may have reshaped it with
-        wrong assumptions.
+        """Return ``x`` if it has the shape ``[batch, sequence, hidden]`` of the residual stream. Raise an error otherwise,
+        because the model has then reshaped it in a way that the hooks do not expect.
         """
         if x.dim() != 3 or (x.shape[0], x.shape[1] * ranks) not in self._streams:
             expected = " or ".join(f"[{batch}, {size // ranks}, …]" for batch, size in sorted(self._streams))

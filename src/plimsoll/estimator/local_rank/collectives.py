@@ -1,9 +1,9 @@
-"""Stand-ins for collectives on a single rank: ops whose results have the shapes of the real collectives' results.
+"""Ops that take the place of collectives on a single rank. Their results have the shapes of the real collectives' results.
 
-Each is an op of its own (``plimsoll::all_gather`` and so on), so a trace shows it, a planner sees its output as a value
-with a producer and a price, and a fake trace knows its shape. Nothing is sent: every other rank is assumed to hold what this
-rank holds (``all_gather`` repeats it, ``reduce_scatter`` keeps the first part, reductions change nothing). Shapes, storages
-and what autograd saves are the same as for the real collective; values are not.
+Each of these stand-ins is an op of its own (``plimsoll::all_gather`` and so on), so a trace shows it, a planner sees its output
+as a value with a producer and a price, and a fake trace knows its shape. Nothing is sent: every other rank is assumed to hold
+what this rank holds (``all_gather`` repeats it, ``reduce_scatter`` keeps the first part, reductions change nothing). Shapes,
+storages and what autograd saves are the same as for the real collective; values are not.
 
 ``group`` names the dimension of the layout (``tp``, ``ep``), ``ranks`` is its size.
 

@@ -55,7 +55,7 @@ class Shard:
 
 
 class Edits:
-    """Records changes to a model, so that they can be undone."""
+    """Records the changes that are made to a model, and undoes them at the end."""
 
     def __init__(self) -> None:
         self._shards: dict[int, list[Shard]] = {}
@@ -100,7 +100,7 @@ class Edits:
         self._on_undo.append(call)
 
     def swap_parameters(self, model: nn.Module) -> dict[str, tuple[Shard, ...]]:
-        """Replace the parameters that were marked by their local share.
+        """Replace each parameter that was marked by this rank's share of it.
 
         Return a mapping from each parameter's name to how it was cut.
         """
@@ -141,7 +141,9 @@ _HEAD_WIDTHS = ("all_head_size", "inner_dim", "split_size")
 _MLP_WIDTHS = ("intermediate_size", "intermediate_dim")
 _KEYS_AND_VALUES = frozenset(["k_proj", "v_proj", "wk", "wv"])
 _IN_PARTS = {"c_attn": (3, 2), "gate_up_proj": (2,)}
-"""For each layer that combines several layers side by side, the possible numbers of these. Each of them is divided."""
+"""For each name of a layer that combines several layers side by side, how many it may combine. Each of the combined layers is
+divided among the ranks.
+"""
 
 
 def divide_group(group: Group, holder: nn.Module, tp: int, edits: Edits) -> tuple[str, ...]:
@@ -321,7 +323,9 @@ def divide_experts(experts: Mapping[str, nn.Module], ep: int, edits: Edits, kern
 
 
 class _Exchange:
-    """The exchange of tokens between expert-parallel ranks: to the ranks of their experts, and back."""
+    """The exchange of tokens between expert-parallel ranks. Tokens are sent to the ranks that have their experts, and the
+    results are sent back.
+    """
 
     def __init__(self, ep: int, local_experts: int) -> None:
         self._ep = ep
@@ -347,7 +351,9 @@ class _Exchange:
 
 
 class _DeepExchange:
-    """DeepEP's exchange of tokens: a token is sent only once to each rank that has any of its experts, and back."""
+    """DeepEP's exchange of tokens. Each token is sent only once to each rank that has any of its experts, and the results are
+    sent back.
+    """
 
     def __init__(self, ep: int, experts: int) -> None:
         self._ep = ep
@@ -383,9 +389,9 @@ def expected_ranks(ep: int, experts: int, top_k: int) -> float:
 
 @torch.library.custom_op("plimsoll_moe::row_map", mutates_args=())
 def row_map(x: torch.Tensor, experts: int) -> torch.Tensor:
-    """Return the map between tokens and rows in the order of experts, as 32-bit integers.
+    """Return a tensor with the shape of the map between tokens and rows in the order of experts, as 32-bit integers.
 
-    Only its shape is real; its values are zeros.
+    Its values are zeros, because a trace needs only the shape.
     """
     return torch.zeros(x.shape[0], 2 * experts + 1, dtype=torch.int32, device=x.device)
 

@@ -155,7 +155,7 @@ def _heads(
 
 
 def widths(module: nn.Module) -> tuple[int, int]:
-    """Return the input width and the output width of a linear layer."""
+    """Return the number of inputs and the number of outputs of a linear layer."""
     weight = module._parameters["weight"]
     assert weight is not None
     outputs, inputs = weight.shape

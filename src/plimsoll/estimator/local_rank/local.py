@@ -36,7 +36,7 @@ from plimsoll.units import format_bytes
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LocalModel:
-    """The record of how a model was divided.
+    """Says how a model was divided among ranks, as data.
 
     ``shards`` says by name how each divided parameter was cut (parameters that every rank holds whole are left out).
     ``summed_gradients`` names parameters that every rank holds whole while its gradient is only partial: these gradients are
@@ -121,9 +121,9 @@ class _Division:
         self.notes: list[str] = []
 
     def divide_tensors(self, tp: int, roles: Mapping[str, str] | None, *, sequence_parallel: bool) -> int:
-        """Apply tensor parallelism to every block, to embeddings and to heads.
+        """Apply tensor parallelism to each block, to embeddings and to heads.
 
-        Return the number of classes in the divided head, 0 without such a head.
+        Return the number of classes that this rank's part of the head has, or 0 if no head is divided.
         """
         model, edits = self._model, self._edits
         book = RoleBook(model, roles)
@@ -171,7 +171,9 @@ class _Division:
             fuse_experts(experts, self._edits)
 
     def partial_gradients(self, shards: Mapping[str, object], *, sequence_parallel: bool) -> tuple[str, ...]:
-        """Return the names of parameters that every rank holds whole while its gradient is only partial."""
+        """Return the names of parameters that each rank holds whole, but whose gradient on a rank is only a part of the sum
+        over ranks.
+        """
         inside = tuple(f"{scope}." for scope in self._scopes(sequence_parallel=sequence_parallel))
         groups = [group for block in self._blocks for group in block.groups]
         whole = tuple(f"{group.row}.bias" for group in groups)
@@ -183,8 +185,9 @@ class _Division:
         )
 
     def _scopes(self, *, sequence_parallel: bool) -> Iterator[str]:
-        """Yield the modules where ranks work on different data: whole blocks under sequence parallelism, else the part between
-        columns and row.
+        """Yield the paths of the modules where ranks work on different data. Under sequence parallelism they are whole blocks.
+        Otherwise they are the modules of attention and of experts. The norms after the blocks come first if they work on the
+        divided sequence.
         """
         yield from self._norms
         for block in self._blocks:
@@ -198,7 +201,9 @@ class _Division:
 
 
 def _note_on_sums(model: nn.Module, names: Collection[str], tp: int) -> list[str]:
-    """Return a note that these gradients are summed once a step, which a trace of one micro-batch does not show."""
+    """Return notes for the user: the gradients of the parameters ``names`` are summed over ranks once a step, which a trace of
+    one micro-batch does not show.
+    """
     if not names:
         return []
     size = sum(p.numel() * p.element_size() for name, p in model.named_parameters() if name in names)

@@ -102,7 +102,7 @@ def is_experts(module: nn.Module) -> bool:
 
 
 class RoleBook:
-    """Finds the role of a module by its path: how tensor-parallel ranks share its weight.
+    """Finds the role of a module by its path: how tensor-parallel ranks share the module's weight.
 
     It records which of the caller's patterns matched a module.
     """
@@ -171,7 +171,7 @@ def _by_name(path: str, *, is_matrix: bool) -> Role | None:
 
 
 def words_of(model: nn.Module, blocks: Mapping[str, nn.Module], book: RoleBook) -> dict[str, nn.Module]:
-    """Return a mapping from path to module of the word embeddings, and of the heads over the same words."""
+    """Return a mapping from path to module that has the word embeddings, and the heads whose outputs are the same words."""
     outside = {
         path: module for path, module in model.named_modules() if not any(_is_inside(path, block) for block in blocks)
     }

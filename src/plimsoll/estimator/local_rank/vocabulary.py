@@ -36,9 +36,9 @@ def local_words(words: int, tp: int) -> int:
 
 
 def divide_words(modules: Mapping[str, nn.Module], model: nn.Module, tp: int, edits: Edits) -> int:
-    """Cut embeddings and heads, and set the sizes that losses use.
+    """Cut word embeddings and heads to this rank's words, and set the vocabulary sizes that losses use.
 
-    Return the number of local words, 0 without embeddings or heads.
+    Return the number of this rank's words, or 0 if the model does not have embeddings or heads.
     """
     sizes = {_words(module) for module in modules.values()}
     if not sizes:

@@ -23,7 +23,7 @@ REPLICAS = "replicas"
 REPLICAS_REDUCE = "hsdp.all_reduce"
 """The name of HSDP's reduction over the group ``REPLICAS``: it adds up shards that were reduced within each replica."""
 BESIDE = (GROUP, REPLICAS, HOST)
-"""The groups whose ops overlap with compute."""
+"""The names of the groups whose collectives overlap with compute."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,9 @@ class Inserted:
 
 
 Moment = int | Inserted | None
-"""A tick (position of an op) of the original trace, an inserted op, or ``None`` for the end of the step."""
+"""A moment of the edited trace: a tick (position of an op) of the original trace, an inserted op, or ``None`` for the end of
+the step.
+"""
 
 
 @dataclass(slots=True)
@@ -152,19 +154,25 @@ class TickClock:
         self.ticks = ticks + len(positions)
 
     def before(self, tick: int) -> int:
-        """Return the new tick (position among the ops) of the moment just before the ops that are inserted at ``tick``."""
+        """Return the position in the edited trace of the moment just before the ops that are inserted at ``tick`` (a position
+        in the original trace).
+        """
         return tick + bisect.bisect_left(self._sorted, tick) if tick >= 0 else tick
 
     def of_op(self, tick: int) -> int:
-        """Return the new tick (position) of an op of the original trace. It comes after the ops that are inserted there."""
+        """Return the tick (position) in the edited trace of an op of the original trace. Ops that are inserted at ``tick`` come
+        before it.
+        """
         return tick + bisect.bisect_right(self._sorted, tick) if tick >= 0 else tick
 
     def birth(self, moment: Moment) -> int:
-        """Return the new tick (position) of the op that makes a storage; -1 for storages that exist before the step."""
+        """Return the tick (position of an op) in the edited trace of the op that makes a storage. It is -1 if the storage
+        exists before the step.
+        """
         return self.of_op(moment) if isinstance(moment, int) else self.of(moment)
 
     def of(self, moment: Moment) -> int:
-        """Return the new tick (position among the ops) when a storage's life ends."""
+        """Return the tick (position of an op) in the edited trace at which a storage's life ends."""
         if moment is None:
             return self.ticks
         if isinstance(moment, Inserted):

@@ -40,10 +40,10 @@ class Membership:
 def assign(trace: Trace, counts: Sequence[int]) -> Membership:
     """Assign to pipeline stages every op, and every storage that existed before the step.
 
-    Forward is cut where the first region call of a stage starts: ops between the regions of two stages belong to the earlier
-    stage. In backward the order is reversed: an op outside all regions belongs to the stage of the next region, since it makes
-    what that region's backward reads. ``counts`` is the number of region calls of each stage; the trace must not contain an
-    optimizer step.
+    Forward is cut where the first region call (call of a managed block) of a stage starts: ops between the regions of two
+    stages belong to the earlier stage. In backward the order is reversed: an op outside all regions belongs to the stage of the
+    next region, since it makes what that region's backward reads. ``counts`` is the number of region calls of each stage; the
+    trace must not contain an optimizer step.
     """
     assert sum(counts) == len(trace.regions), "every region call belongs to one stage"
     assert all(op.phase is not Phase.OPTIMIZER for op in trace.ops), (
@@ -118,7 +118,7 @@ def stage_counts(trace: Trace, layout: Layout, facts: ModelFacts, costs: Callabl
 
 
 def _as_layers(blocks: int, stages: int, rule: StageRule) -> tuple[int, ...]:
-    """Divide blocks evenly among the stages, and return the number of each stage.
+    """Divide blocks evenly among the stages, and return for each stage the number of its blocks.
 
     Embedding and head count as one block each, except for Megatron's rule. A remainder goes to the first stages for
     torchtitan's rule, and is refused for the other rules.
@@ -139,10 +139,10 @@ def _as_layers(blocks: int, stages: int, rule: StageRule) -> tuple[int, ...]:
 
 
 def _as_nanotron(blocks: int, stages: int, facts: ModelFacts) -> tuple[int, ...]:
-    """Return the blocks of each stage as nanotron divides them.
+    """Return for each stage the number of its blocks, divided as nanotron divides them.
 
-    A stage is filled with blocks until their multiplied parameters exceed the stage's share. The head counts with its own
-    parameters.
+    A stage is filled with blocks until the number of their parameters that take part in matrix products exceeds the stage's
+    share of all. The head counts with its own parameters.
     """
     hidden, wide, words = facts.hidden, facts.intermediate, facts.vocabulary
     if hidden is None or wide is None or words is None:
@@ -165,7 +165,7 @@ def _as_nanotron(blocks: int, stages: int, facts: ModelFacts) -> tuple[int, ...]
 
 
 def _block_seconds(trace: Trace, costs: Costs) -> list[float]:
-    """Return the seconds of each block.
+    """Return for each block the seconds of its ops in forward and backward.
 
     The first block includes what precedes all blocks, the last includes the head and the loss.
     """
@@ -289,7 +289,7 @@ class Crossings:
 
 
 def find_crossings(trace: Trace, members: Membership) -> Crossings:
-    """Find the storages that cross each boundary between stages. ``members`` has the stage of every op."""
+    """Find the storages that are sent across each boundary between stages. ``members`` has the stage of each op."""
     readers = readers_of(trace, members.stage_of)
     received: list[set[int]] = [set() for _ in range(members.stages)]
     made_anew: dict[int, frozenset[int]] = {}
@@ -314,7 +314,7 @@ def find_crossings(trace: Trace, members: Membership) -> Crossings:
 
 
 def _later_readers(trace: Trace, members: Membership, storage: Storage, readers: set[int]) -> set[int]:
-    """Return the stages after the maker of a forward storage that read the storage.
+    """Return the later stages that read a forward storage. Later means after the stage that made the storage.
 
     A storage that dies while the head runs is read by the head.
     """
@@ -330,7 +330,7 @@ def _later_readers(trace: Trace, members: Membership, storage: Storage, readers:
 
 
 def _gradients(trace: Trace, members: Membership, stage: int, sent: set[int]) -> tuple[tuple[int, int], ...]:
-    """Pair each storage that a stage sent with its gradient.
+    """Return pairs of storages: each storage that ``stage`` sent to later stages, and the gradient that comes back for it.
 
     The gradient is a storage of equal size that is alive when the stage's backward begins.
     """

@@ -150,7 +150,9 @@ class _Streams:
             self.reduced = end
 
     def _leave(self, phase: Phase) -> None:
-        """Note the time when a phase ends. The end of backward waits for its reductions."""
+        """Record the current time as the end of a phase (forward, backward or optimizer). The end of backward waits for the
+        reductions of gradients.
+        """
         if phase is Phase.BACKWARD:
             self.now = max(self.now, self.scattered, self.reduced)
         self.ends[phase] = self.now

@@ -108,7 +108,8 @@ def reduce_in_buckets(edit: Edit, gradients: Sequence[Gradients], held: HeldType
 
 
 def _make_passing(edit: Edit, storage: Storage, held: HeldTypes) -> None:
-    """End a new gradient's life when it is added to the accumulated gradient.
+    """Let a new gradient live only until it is added to the accumulated gradient. If ``held`` says that gradients in the
+    model's dtype last as well, add a storage for this one.
 
     A chunked loss makes its gradients in forward; they are added when backward starts.
     """
@@ -144,10 +145,10 @@ class Sharding:
     held: HeldTypes = AS_COMPUTED
     is_stepping_early: bool = False
     _waiting: list[int] = field(default_factory=list)
-    """The gather buffers that the next gather in forward will free."""
+    """The gather buffers that are freed when the next gather in forward is done."""
     _prefetched: dict[str, list[tuple[ShardedUnit, int]]] = field(default_factory=dict)
     _last_input: int = -1
-    """The id of the input buffer of the latest reduce-scatter; -1 before the first."""
+    """The id of the input buffer of the latest reduce-scatter. It is -1 before the first reduce-scatter."""
 
     def shard_parameters(self) -> tuple[TraceParameter, ...]:
         """Add the shard of each parameter to the trace as a storage. Return the parameters as the rank holds them."""
@@ -167,7 +168,7 @@ class Sharding:
     def gather_in_forward(self) -> None:
         """Insert the gathers of ZeRO-3 in forward.
 
-        The root is gathered first, for the whole step; then each block before it runs.
+        The root (parameters outside blocks) is gathered first, for the whole step. Then each block is gathered before it runs.
         """
         sharded = [unit for unit in self.units if unit.ranks > 1]
         roots = [unit for unit in sharded if not unit.calls]
@@ -247,7 +248,8 @@ class Sharding:
         self._prefetched[call.name] = [(unit, self._gather(tick, unit)) for unit in mine]
 
     def _reduce(self, gradients: Gradients) -> None:
-        """Copy gradients into a buffer, free them and reduce-scatter the buffer.
+        """Insert the reduction of one unit's gradients: a copy into one buffer, after which the gradients are freed, and a
+        reduce-scatter of the buffer.
 
         With several micro-batches, the result is added to existing shards.
         """
@@ -367,8 +369,8 @@ def rank_trace(
 
 
 def _step(edit: Edit, optimizer: OptimizerUse) -> None:
-    """Add the optimizer to the trace: state and master weights from the start, and the step as one op with the temporaries of
-    its peak.
+    """Add the optimizer to the trace. Its state and master weights exist from the start. Its step is one op, with the
+    temporaries that are alive at the step's own peak.
     """
     for name, size in optimizer.state_bytes.items():
         edit.add(size, Category.OPTIMIZER_STATE, f"optimizer state:{name}", -1, None)
@@ -385,7 +387,7 @@ def _step(edit: Edit, optimizer: OptimizerUse) -> None:
 
 
 def sharding_notes(layout: Layout) -> tuple[str, ...]:
-    """Return notes on how ZeRO and expert parallelism are assumed to run where there is a choice."""
+    """Return notes for the user on choices that the estimate makes: how ZeRO and expert parallelism are assumed to run."""
     notes = []
     if layout.zero == _PARAMETER_SHARDS and layout.shards > 1:
         notes.append(

@@ -94,7 +94,9 @@ def split_stages(
 
 
 def _storages_of_stages(trace: Trace, members: Membership, crossings: Crossings) -> list[list[Storage]]:
-    """Return, for each stage, the storages that it makes, holds from the start or receives, in the order of the trace."""
+    """Return, for each stage, its storages in the order of the trace: those that its ops make, those that it holds from the
+    start, and those that it receives.
+    """
     brought: dict[int, set[int]] = {}
     for index, received in enumerate(crossings.received):
         for number in received:
@@ -127,7 +129,9 @@ def _checked(trace: Trace, layout: Layout, counts: Sequence[int] | None) -> tupl
 
 
 class _Stage:
-    """Builds the trace of one stage. Its ticks (positions of ops), storages and regions are numbered anew."""
+    """Builds the trace of one pipeline stage from the trace of the whole step. Ticks (positions of ops), storages and regions
+    get new numbers.
+    """
 
     def __init__(
         self, trace: Trace, members: Membership, crossings: Crossings, index: int, *, keeps_sent: bool
@@ -212,7 +216,9 @@ class _Stage:
             )
 
     def _complete_gradients(self) -> None:
-        """Give a tied parameter a gradient in every stage that holds it, because the whole step adds them up in one stage."""
+        """Give a tied parameter a gradient in each stage that holds the parameter. In the trace of the whole step there is only
+        one such gradient, in one stage, because the step adds them up there.
+        """
         tied = [p for p in tied_parameters(self.trace, self.members) if p.is_trainable and p.storage in self.ids]
         mine = [p for p, s in zip(self.trace.parameters, self.members.parameter_stages, strict=True) if self.index in s]
         wanted = Counter(p.bytes for p in mine if p.is_trainable)

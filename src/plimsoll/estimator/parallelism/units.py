@@ -19,16 +19,17 @@ from plimsoll.artifacts.trace import Category, RegionCall, Storage, Trace, Trace
 from plimsoll.estimator.parallelism.members import region_of
 
 ROOT = ""
-"""The name of the unit for parameters outside all blocks."""
+"""The name of the unit (parameters that are gathered together) that has the parameters outside all blocks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldTypes:
-    """What a rank holds in float32 although the model computes in 16 bits, as data.
+    """Which tensors a rank holds in float32 although the model computes in 16 bits, and which are on the host, as data.
 
-    ``shards`` are the shards of parameters. ``reduced`` are gradients while they are reduced. ``gradients`` are gradients that
-    last until the step. ``on_host``: shards and their gradients are on the host (FSDP2's ``CPUOffloadPolicy``, ZeRO-Infinity).
-    ``own_gradients``: gradients in the model's dtype last as well (DeepSpeed's ``BF16_Optimizer`` zeroes them and keeps them).
+    ``shards`` are the shards of parameters. ``reduced`` are gradients while they are reduced. ``gradients`` are the gradients
+    that are kept until the optimizer's step. ``on_host``: shards and their gradients are on the host (FSDP2's
+    ``CPUOffloadPolicy``, ZeRO-Infinity). ``own_gradients``: gradients in the model's dtype last as well (DeepSpeed's
+    ``BF16_Optimizer`` zeroes them and keeps them).
     """
 
     shards: bool = False
@@ -39,7 +40,7 @@ class HeldTypes:
 
 
 AS_COMPUTED = HeldTypes()
-"""Everything is held in the dtype that the model computes in."""
+"""The setting under which a rank holds everything in the dtype that the model computes in."""
 _WIDE_BYTES = 4
 _NARROW = ("bf16", "f16")
 
@@ -53,8 +54,8 @@ def in_f32(parameter: TraceParameter) -> TraceParameter:
 
 @dataclass(frozen=True, slots=True)
 class ShardedUnit:
-    """The parameters of one block, of its experts, or of the rest of the model: they are sharded over ``ranks`` ranks and
-    gathered together.
+    """Parameters that are sharded over ``ranks`` ranks and gathered together, as data: those of one block, of the block's
+    experts, or of everything outside blocks.
 
     ``calls`` are the calls of the block.
     """
@@ -169,7 +170,8 @@ class Gradients:
 
 
 def gradients_of(trace: Trace, units: Sequence[ShardedUnit]) -> tuple[Gradients, ...]:
-    """Return the gradients of each unit, in the order of their completion in backward.
+    """Return for each unit (parameters that are gathered together) its gradients. They are in the order of their completion in
+    backward.
 
     A block's gradients are complete when its backward ends, the root's when the whole backward ends. Gradients of a block's
     experts are distinguished from the others by their sizes.
@@ -189,7 +191,9 @@ def gradients_of(trace: Trace, units: Sequence[ShardedUnit]) -> tuple[Gradients,
 
 
 def _take(pool: list[Storage], unit: ShardedUnit) -> list[Storage]:
-    """Remove from a block's gradients (``pool``) those with the sizes of the unit's parameters, and return them."""
+    """Remove from ``pool``, the gradients of a block, those that have the sizes of the unit's parameters. Return the removed
+    gradients.
+    """
     left = Counter(parameter.bytes for parameter in unit.parameters if parameter.is_trainable)
     mine = []
     for storage in tuple(pool):

@@ -76,8 +76,8 @@ def pipeline_orders(layout: Layout) -> Orders:
 
 
 def check_rounds(layout: Layout) -> None:
-    """Raise if a rank has several stages without interleaving, or if the ranks of an interleaved schedule do not divide the
-    micro-batches.
+    """Raise an error if a rank has several stages without an interleaved schedule, or if the ranks of an interleaved schedule
+    do not divide the number of micro-batches.
     """
     is_interleaved = layout.schedule is PipelineSchedule.INTERLEAVED
     if layout.virtual_stages > 1 and not is_interleaved:
@@ -104,7 +104,7 @@ def _gpipe(rank: int, micro_batches: int) -> Iterator[Action]:
 def _one_f_one_b(rank: int, ranks: int, micro_batches: int, *, is_halved: bool = False) -> Iterator[Action]:
     """Yield one rank's actions under 1F1B, or under ZB-H1 if backward is split in two.
 
-    In ZB-H1 each weight gradient runs ``rank`` input gradients later.
+    In ZB-H1 rank ``rank`` runs ``rank`` more input gradients before it runs a micro-batch's weight gradient.
     """
     ahead = min(ranks - 1 - rank, micro_batches)
     yield from (Action(rank, ActionKind.FORWARD, m) for m in range(ahead))
@@ -121,7 +121,7 @@ def _one_f_one_b(rank: int, ranks: int, micro_batches: int, *, is_halved: bool =
 def _interleaved(rank: int, ranks: int, virtual: int, micro_batches: int) -> Iterator[Action]:
     """Yield one rank's actions under interleaved 1F1B: rounds of ``ranks`` micro-batches per stage.
 
-    Each earlier rank runs two more forwards ahead than the next rank.
+    Before its first backward each rank runs two more forwards than the next rank.
     """
     total = virtual * micro_batches
     ahead = min((virtual - 1) * ranks + 2 * (ranks - 1 - rank), total)

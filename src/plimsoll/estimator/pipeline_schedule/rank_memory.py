@@ -15,7 +15,7 @@ from plimsoll.estimator.pipeline_schedule.orders import Action, ActionKind
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageMemory:
-    """The memory of one stage under one plan, as data, in bytes.
+    """The memory of one pipeline stage under one plan, as data. All fields are in bytes.
 
     ``lasting_bytes`` are held all the time: parameters, gradients, buffers. One micro-batch takes ``forward_bytes`` while its
     forward runs, ``held_bytes`` between forward and backward, and ``backward_bytes`` while backward runs. If backward is split
@@ -46,7 +46,7 @@ class RankPeak:
 
     @property
     def moment(self) -> str:
-        """The action of the peak in words."""
+        """The action of the peak in words, such as ``backward of micro-batch 0 in stage 0``."""
         if self.action is None:
             return "merging the outputs"
         return f"{_NAMES[self.action.work]} of micro-batch {self.action.micro_batch} in stage {self.action.stage}"
@@ -61,7 +61,7 @@ _NAMES = {
 
 
 def rank_peak(actions: Sequence[Action], stages: Mapping[int, StageMemory], *, beside_bytes: int = 0) -> RankPeak:
-    """Return the peak of one rank over one step.
+    """Return the most bytes that one rank holds at any moment of a step, and the action during which it holds them.
 
     ``actions`` are the rank's actions in order, ``stages`` maps the rank's stages to their memory. ``beside_bytes`` are
     additional bytes held all the time: receive buffers, optimizer state.
@@ -87,7 +87,9 @@ def rank_peak(actions: Sequence[Action], stages: Mapping[int, StageMemory], *, b
 
 
 def _effect(work: ActionKind, stage: StageMemory) -> tuple[int, int, int]:
-    """Return the bytes of an action's micro-batch: held before the action, used while it runs, and held after it."""
+    """Return three numbers of bytes that one micro-batch takes in its stage: held before the action, used while the action
+    runs, and held after it.
+    """
     match work:
         case ActionKind.FORWARD:
             return 0, stage.forward_bytes, stage.held_bytes

@@ -205,7 +205,9 @@ class _Machine:
         return is_first and self.stages[action.stage].recompute_seconds != 0
 
     def _missing(self, action: Action) -> Action | None:
-        """Return the first action that must end before this action and has not ended, or ``None``."""
+        """Return the first action that this action has to wait for: it must end before this action and has not ended. Return
+        ``None`` if this action can run.
+        """
         return next((need for need, _ in self._needs(action) if need not in self.ends), None)
 
     def _needs(self, action: Action) -> list[tuple[Action, float]]:
@@ -240,7 +242,9 @@ class _Machine:
         self.events.append(Event(rank, action, start, start + seconds, rebuild))
 
     def _rebuild_ahead(self, state: _Rank, until: float) -> None:
-        """Fill the time until ``until`` with recomputation for later backward actions whose forwards are done."""
+        """Let an idle rank recompute for its later backward actions until the time ``until``. Only backward actions whose
+        forwards are done count.
+        """
         while state.backwards and state.free_seconds < until:
             following = state.backwards[0]
             is_new = following not in state.rebuilt
@@ -262,8 +266,8 @@ class _Machine:
 
 @dataclass(frozen=True, slots=True)
 class BubbleGrowth:
-    """Three timelines of one pipeline: without recomputation, with recomputation inside backward, and with recomputation run
-    ahead.
+    """Three simulated timelines of one pipeline, as data: without recomputation, with recomputation right before its backward,
+    and with recomputation ahead of time in idle seconds.
     """
 
     without: PipelineTimeline

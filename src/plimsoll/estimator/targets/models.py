@@ -129,7 +129,7 @@ def _unknown(transformers: Any, what: str, name: str, known: Sequence[str]) -> I
 
 
 def quiet_transformers() -> None:
-    """Keep transformers' advice out of our output; its errors still raise."""
+    """Make transformers print only errors, so that its advice does not mix with our output."""
     logging.getLogger("transformers").setLevel(logging.ERROR)
 
 
@@ -247,7 +247,7 @@ def _import(library: str, package: str) -> Any:
 
 
 BUILDERS = {"transformers": build_model, "diffusers": build_denoiser, "timm": build_classifier}
-"""For each library, the function that builds a model from a recipe."""
+"""A mapping from the name of a library to the function that builds a model of that library from a recipe."""
 
 _SEED = 0
 _TIMESTEPS = 1000
@@ -323,7 +323,9 @@ def make_batch(model: nn.Module, size: BatchSize) -> dict[str, Any]:
 
 
 class _Maker:
-    """Makes the tensors of one random batch, with a fixed seed. It has one method per kind of batch."""
+    """Makes one random batch for a model, with a fixed seed. It has one method for each kind of batch (text, images, latents
+    and others).
+    """
 
     def __init__(self, model: nn.Module, size: BatchSize) -> None:
         self._model = model
@@ -430,7 +432,9 @@ class _Maker:
         return drawn.to(self._size.device)
 
     def _sequence(self, longest: int | None) -> int:
-        """Return the tokens per sample: the requested number, or the default limited to the model's longest sequence."""
+        """Return the tokens per sample: the number that the user requested, or else the default, but at most ``longest``, the
+        model's longest sequence.
+        """
         sequence = self._size.sequence or longest or 1
         if not self._size.is_asked:
             return min(sequence, longest or sequence)

@@ -91,7 +91,8 @@ def find_recipe(text: str) -> Recipe | None:
 
 
 def _from_library(library: str, own_name: str) -> Recipe:
-    """Make a recipe for ``timm/NAME`` or ``diffusers/CLASS``: a model in its library's default sizes.
+    """Make a recipe (a description of a model that is not built yet) for ``timm/NAME`` or ``diffusers/CLASS``: a model in its
+    library's default sizes.
 
     The name itself is not checked here; only the library knows all of its names.
 
@@ -140,7 +141,7 @@ def check_target(text: str) -> None:
 
 
 def explain_import(module_name: str, error: BaseException) -> InvalidTarget:
-    """Make the error for a module that does not import."""
+    """Return the error to raise if a target's module cannot be imported. It explains ``error``, the exception of the import."""
     return InvalidTarget(
         f"The module {module_name} cannot be imported.",
         why=f"{type(error).__name__}: {error}",
@@ -161,7 +162,7 @@ def _from_catalogue(known: CatalogueModel) -> Recipe:
 
 
 def _plain(value: Any) -> Any:
-    """Copy the value with dicts and lists, as in JSON."""
+    """Copy a configuration's value for JSON: mappings become dicts, and sequences become lists."""
     if isinstance(value, Mapping):
         return {key: _plain(item) for key, item in value.items()}
     return [_plain(item) for item in value] if isinstance(value, tuple) else value
@@ -211,7 +212,7 @@ def _harmless(node: Any, path: str, notes: list[str], place: str = "") -> Any:
     """Copy the fields of a configuration, without fields that make a library download or run something that is not in the file.
 
     Raises:
-        InvalidTarget: the number of layers is larger than in any model; each would be built.
+        InvalidTarget: the number of layers is larger than in any known model. Each layer would have to be built.
     """
     if isinstance(node, list):
         return [_harmless(each, path, notes, f"{place}.") for each in node]

@@ -39,11 +39,11 @@ class TargetOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """A loaded target, as data: a model with its batch, and optionally a loss.
+    """A loaded target, as data: a model with its batch, and a loss if the model does not compute one.
 
-    ``batches`` is the stream that starts with ``batch``, if there is a stream. With ``is_configured`` the model was built from
-    a configuration, and ``batch`` is random. ``precision`` chooses the autocast of its step; ``notes`` say what the target does
-    not show.
+    ``batches`` is the stream of batches whose first is ``batch``, or ``None`` if there is only one batch. With
+    ``is_configured`` the model was built from a configuration, and ``batch`` is random. ``precision`` chooses the autocast of
+    its step; ``notes`` say what the target does not show.
     """
 
     model: torch.nn.Module
@@ -155,7 +155,7 @@ def _unpack(text: str, made: object) -> Target:
 def _with_stream(text: str, model: torch.nn.Module, batch: Any, loss: Callable[[Any], torch.Tensor] | None) -> Target:
     """Make a target from a batch, or from a stream of batches (loader, list, iterator).
 
-    Commands that need one batch use the stream's first.
+    Commands that need only one batch use the first batch of the stream.
     """
     import torch
 

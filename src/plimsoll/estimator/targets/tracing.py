@@ -39,11 +39,12 @@ Its attention is FlashAttention, as in the published runs that estimates are com
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceRequest:
-    """What to trace of one rank's step, as data.
+    """Says what to trace, as data: which model, which batch, and which part of the model one rank has.
 
     ``target`` is text as on the command line, or a loaded ``Target``: a model and its batch. ``batch`` is in samples,
-    ``sequence`` in tokens per sample as one rank sees it; ``None`` means the target's own. ``device_name`` chooses GPU or CPU
-    kernels. ``tp``, ``ep`` and ``sequence_parallel`` say which part of the model the rank has.
+    ``sequence`` in tokens per sample as one rank sees it; For ``batch`` and ``sequence``, ``None`` means the target's own.
+    ``device_name`` chooses GPU or CPU kernels. ``tp``, ``ep`` and ``sequence_parallel`` say which part of the model the rank
+    has.
     """
 
     target: str | Target
@@ -95,7 +96,7 @@ def trace_target(
 
 
 def _question(request: TraceRequest, recipe: Recipe) -> dict[str, Any]:
-    """Return everything that the trace depends on, except versions, as the key of the cache."""
+    """Return the key of the cache: a mapping with everything that the trace depends on, except the versions of libraries."""
     return {
         "name": recipe.name,
         "library": recipe.library,
@@ -153,7 +154,7 @@ def _adapted(model: torch.nn.Module, request: TraceRequest) -> contextlib.Abstra
 
 @contextlib.contextmanager
 def _one_rank_of(model: torch.nn.Module, request: TraceRequest) -> Iterator[tuple[str, ...]]:
-    """Reduce the model to one rank's part of it inside the ``with`` statement.
+    """Reduce the model to the part that one rank has, inside the ``with`` statement.
 
     It yields notes about the division for the user.
     """
@@ -179,7 +180,7 @@ def _facts(request: TraceRequest, recipe: Recipe | None, target: Target) -> Mode
 
 
 def count_parameters(model: torch.nn.Module, facts: ModelFacts) -> tuple[int, int | None]:
-    """Return two numbers: of all parameters, and of the parameters that one token passes through.
+    """Return two numbers: how many parameters the model has, and how many of them one token passes through.
 
     The second count is ``None`` if the model has experts but does not say how many a token uses. Stacked experts are recognised
     by their first dimension, which equals the number of experts. Tied parameters count once.

@@ -146,7 +146,7 @@ class JaxCall:
 
 
 def _is_left_alone(plan: RegionPlan) -> bool:
-    """Return whether jax shall hold all that it would hold without a plan."""
+    """Return whether the plan leaves a region to jax, which then holds all that it would hold without a plan."""
     return any(each.value == INSIDE and each.decision is Decision.KEEP for each in plan.decisions)
 
 

@@ -24,7 +24,7 @@ _PRODUCTS_AND_SHAPES = (
 _READ_INPUTS_ALONE = frozenset(_PRODUCTS_AND_SHAPES.split())
 """Operations whose derivatives do not read their results."""
 _OPAQUE = ("custom_vjp_call", "scan", "while", "cond", "checkpoint", "remat2", "shard_map")
-"""Operations that contain a program, which jax differentiates by itself."""
+"""Names of operations that contain a program of their own. jax differentiates that program itself."""
 
 
 Bind = Callable[[Node, Sequence[Any]], list[Any]]

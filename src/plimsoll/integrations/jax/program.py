@@ -152,7 +152,9 @@ def aval_bytes(aval: Any) -> int:
 
 
 def active_values(program: ArrayProgram, active: Sequence[bool]) -> frozenset[int]:
-    """Return the values that depend on active inputs through floats. An input is active if its gradient is wanted."""
+    """Return the values that depend on active inputs through floating-point values. An input is active if its gradient is
+    wanted.
+    """
     found = {value for value, is_active in zip(program.inputs, active, strict=True) if is_active}
     for node in program.nodes:
         if node.name != "stop_gradient" and found.intersection(node.values):

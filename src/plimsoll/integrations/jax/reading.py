@@ -54,7 +54,9 @@ class Reading:
 
     @cached_property
     def residual_bytes(self) -> int:
-        """The bytes that jax itself, without a plan, holds for the derivative. Arguments of the part do not count."""
+        """The bytes of the values that jax itself, without a plan, holds for the derivative of the part. Arguments of the part
+        do not count.
+        """
         read = {value for node in self.backward for value in node.values if value not in self._own}
         own = {self.original.get(value, -1 - value): value for value in read}
         return sum(self.joint.bytes(value) for number, value in own.items() if number not in self.part.inputs)
@@ -119,11 +121,13 @@ _OWN_LOOPS = (
     "reduce_window_sum select_and_gather_add random_bits threefry2x32 concatenate pad rng_bit_generator jit checkpoint"
 )
 HEAVY = frozenset(_OWN_LOOPS.split())
-"""Operations that XLA does not fuse into their readers' loops, or that take time of their own."""
+"""Operations that XLA does not compute in the loops of the operations that read their results, or that take time of their
+own.
+"""
 
 
 def is_fused(node: Node) -> bool:
-    """Return whether XLA computes the operation in the loops of its readers."""
+    """Return whether XLA computes the operation in the loops of the operations that read its result."""
     return node.name not in HEAVY
 
 

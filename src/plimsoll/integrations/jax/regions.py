@@ -49,7 +49,7 @@ class Region:
 
     @cached_property
     def reading(self) -> Reading:
-        """What the reverse derivative of the region reads."""
+        """What the reverse derivative of the region reads: which of its values, and when first and last."""
         return Reading(self.part, self.active)
 
 
@@ -88,7 +88,9 @@ def _blocks(program: ArrayProgram, moving: frozenset[int], first: int, stop: int
 
 
 def _scope_of(nodes: Sequence[Node]) -> str:
-    """Return the part of the ``named_scope`` that all operations with a scope have in common."""
+    """Return the beginning of the ``named_scope`` that is common to all these operations, apart from operations without a
+    scope.
+    """
     scopes = [node.scope.split("/") for node in nodes if node.scope]
     shared = []
     for parts in zip(*scopes, strict=False):

@@ -1,7 +1,7 @@
 """Gives the seconds of a jaxpr's operations: timed on this machine, or by the roofline of a device of the catalogue.
 
-An operation that XLA fuses into its readers' loops never runs alone, so its seconds are those of its arithmetic in such a loop.
-The other operations (matrix products, reductions, loops) are timed one by one, each shape once.
+An operation that XLA fuses into its readers' loops never runs alone, so its seconds are the seconds of its arithmetic in such a
+loop. The other operations (matrix products, reductions, loops) are timed one by one, each shape once.
 
 To hold a value costs time too: it is written and read again, and its memory must be allocated first. On a CPU that is
 expensive.

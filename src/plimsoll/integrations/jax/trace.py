@@ -26,10 +26,14 @@ from plimsoll.planning.cut import Network, Offers, solve_cuts
 from plimsoll.planning.step import StepIndex
 
 _PRICES = np.array([1.0, 2.0, 4.0, 8.0, 16.0, 64.0, 256.0, 1024.0, 4096.0])
-"""Prices of memory to try, as multiples of the seconds that holding a byte takes."""
+"""Prices of memory to try when values worth holding are searched. They are multiples of the seconds that holding a byte
+takes.
+"""
 _EFFECTS = ("callback", "print", "infeed", "outfeed")
 _INSIDE = -1
-"""Stands for everything that jax itself holds of a region, if none of the region's values is worth holding individually."""
+"""A number in place of a value's number. It means everything that jax itself holds of a region, if none of the region's values
+is worth holding individually.
+"""
 INSIDE = "inside"
 """The name in plans of everything that jax itself holds of a region.
 
@@ -203,9 +207,10 @@ class _Part:
         self._add_outputs(tick)
 
     def _recipe(self, value: int) -> tuple[set[int], tuple[int, ...]]:
-        """Return the operations between a value and the nearest candidates and inputs, and these candidates and inputs.
+        """Return how a value is recomputed: the operations between the value and the nearest values that may be held, and these
+        values.
 
-        Candidates are the values that a plan may hold.
+        Values that may be held are the inputs of the part and the candidates, which a plan may hold.
         """
         part = self.region.part
         if value == _INSIDE:
@@ -313,7 +318,7 @@ class _Part:
         self.order = sorted(range(len(self.slots)), key=lambda slot: (self.slots[slot].unpacked, slot))
 
     def call(self) -> RegionCall:
-        """Return the finished region."""
+        """Return the finished region as the planner reads it."""
         outputs = tuple(self.number[at] for at in self.region.part.outputs if isinstance(at, int) and at in self.number)
         graph = RegionGraph(
             values=tuple(self.values),

@@ -127,8 +127,8 @@ def _plans_on_jax(model: Any, x: Any, y: Any, device: str | None) -> LayerPlans:
 
 
 def _noting(obstacles: dict[str, str], layers: Sequence[Any]) -> Callable[..., Any]:
-    """Return a function that runs a layer unchanged, and notes in ``obstacles`` if ``RematScope`` cannot run the layer again on
-    JAX.
+    """Return a function to run layers with. It runs a layer unchanged, and notes in ``obstacles`` if ``RematScope`` cannot run
+    the layer again on JAX.
     """
     import jax
 

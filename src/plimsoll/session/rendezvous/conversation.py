@@ -41,7 +41,7 @@ _WHY = "ranks can share a plan only if they run the same step of the same model,
 
 
 class _Failure(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """An error as text: what was found, why, and what to do next.
+    """An error as text, to send it to other ranks: what was found, why, and what to do next.
 
     ``may_be_echo``: the error may be only a consequence of another rank's failure. Torch raises such errors in a collective
     when another rank has closed its connections.
@@ -61,7 +61,9 @@ class _Failure(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 
 class _Turn(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """A rank's message in one exchange: the step that it is in, the payload, and its failure if it failed."""
+    """A rank's message in one exchange, as data: the name of the step that the rank is in, the payload, and the rank's failure
+    if it failed.
+    """
 
     step: str
     message: bytes = b""
@@ -131,7 +133,8 @@ class Conversation:
         return tuple(turn.message for turn in turns)
 
     def same(self, step: str, facts: Mapping[str, str], next_: Mapping[str, str] = {}, *, why: str = _WHY) -> None:
-        """Check that these facts are equal on all ranks. Otherwise raise ``RanksDiffer`` with a table on all.
+        """Check that these facts are equal on all ranks. Otherwise raise ``RanksDiffer`` on all ranks, with a table of the
+        differences.
 
         ``next_`` gives advice for a single differing fact by its name, and under ``""`` for all others.
         """
@@ -157,13 +160,13 @@ class Conversation:
             return None
 
     def begin_anew(self) -> None:
-        """Reset the exchanges after all ranks have left their steps at different places. Messages count from the start
-        again.
+        """Begin the numbering of exchanges again, after all ranks have left their steps at different places. All ranks must
+        call this.
         """
         self._topic += "/again"
 
     def end(self) -> None:
-        """Note that all ranks know of the error that is being raised, so that it is not reported again."""
+        """Note that all ranks already know the error that is being raised, so that this rank does not report it again."""
         self._is_over = True
 
     @contextlib.contextmanager
@@ -174,7 +177,9 @@ class Conversation:
         self._is_stepping = False
 
     def _give_up(self, error: BaseException) -> None:
-        """Report the error to the other ranks. If they are stuck in a collective, close its connections."""
+        """Report this rank's error to the other ranks. If they wait in a collective that this rank will not join, close its
+        connections.
+        """
         turn = _Turn(step=self._step, failure=_Failure.of(error))
         self._is_over = True
         try:
@@ -201,7 +206,9 @@ class Conversation:
             raise self._failed(rank, first, (rank,), _ANEW) from error
 
     def _name_cause(self, meeting: Meeting, error: BaseException) -> None:
-        """All ranks have failed. If this rank's error may be an echo of another rank's failure, raise that failure instead."""
+        """Called if all ranks have failed. If this rank's error may be only a consequence of another rank's failure, raise an
+        error that names that failure.
+        """
         if not _Failure.of(error).may_be_echo:
             return
         for rank in filter(meeting.has_come, self.world.ranks):
@@ -260,9 +267,11 @@ def _named(ranks: Sequence[int]) -> str:
 _CPU = torch.device("cpu")
 _NO_TIME = datetime.timedelta(milliseconds=1)
 _TAG = 20_873
-"""A message tag that is never sent."""
+"""A message tag that no message is ever sent with."""
 _KINDS = range(32, 256)
-"""torch numbers kinds of backends in one byte and names the first few."""
+"""The numbers of kinds of backends that torch does not use itself: torch numbers kinds in one byte and names only the first
+few.
+"""
 
 
 def release(groups: Iterable[dist.ProcessGroup]) -> None:

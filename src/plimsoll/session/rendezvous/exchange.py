@@ -40,7 +40,7 @@ def exchange(
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """One exchange from one rank's view: its keys in the store."""
+    """One exchange from one rank's view: it writes and reads the exchange's keys in the shared store."""
 
     world: World
     topic: str
@@ -49,7 +49,9 @@ class Meeting:
 
     @classmethod
     def arrive(cls, world: World, topic: str, message: bytes, timeout_seconds: float) -> Meeting:
-        """Leave a message. The last rank to arrive declares the exchange complete."""
+        """Leave this rank's message in the shared store. The last rank to arrive also writes there that the exchange is
+        complete.
+        """
         turn = world.store.add(f"{topic}/turn/{world.rank}", 1)
         meeting = cls(world, topic, turn, timeout_seconds)
         world.store.set(meeting._key(world.rank), message)  # type: ignore[arg-type]  # the stub forgets bytes
@@ -58,7 +60,7 @@ class Meeting:
         return meeting
 
     def collect(self) -> tuple[bytes, ...]:
-        """Wait for the verdict, then read the messages of all ranks."""
+        """Wait until the exchange is decided (complete, or time is up), then read and return the messages of all ranks."""
         world, store = self.world, self.world.store
         verdict = self._verdict()
         if verdict != _COMPLETE:
@@ -71,7 +73,9 @@ class Meeting:
         return tuple(messages)
 
     def is_complete_within(self, seconds: float) -> bool:
-        """True if all ranks have arrived or arrive within ``seconds``. Asking does not decide the exchange."""
+        """Return True if all ranks have left their messages, or do so within ``seconds``. This does not decide the exchange:
+        later ranks may still arrive.
+        """
         try:
             self.world.store.wait([self._key("verdict")], datetime.timedelta(seconds=seconds))
         except dist.DistStoreError:

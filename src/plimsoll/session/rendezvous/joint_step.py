@@ -21,13 +21,13 @@ from plimsoll.session.rendezvous.conversation import Conversation, release, rene
 
 _COMPLETE, _MEMORY, _FAILED = "complete", "memory", "failed"
 _PATIENCE_SECONDS = 600.0
-"""How much longer than usual a rank that finished its step waits for the others."""
+"""Seconds that a rank that finished its step waits for the others, in addition to the usual time."""
 _GRACE_SECONDS = 3.0
-"""How long to wait for another rank to report its failure before an error counts as this rank's own."""
+"""Seconds to wait for another rank to report its failure before an error counts as this rank's own."""
 
 
 class JointStep:
-    """Ends training steps on all ranks of a conversation together. ``None``: a single process."""
+    """Ends training steps on all ranks of a conversation together. A conversation of ``None`` means a single process."""
 
     def __init__(self, conversation: Conversation | None) -> None:
         self._conversation = conversation
@@ -46,7 +46,8 @@ class JointStep:
                 self._conversation.world.store.delete_key(self._key(what, self._steps - 2))
 
     def failed_elsewhere(self) -> RankFailed | None:
-        """Report that this rank has finished. Return ``None`` once all have, or the error of a rank that ran out of memory.
+        """Report to the other ranks that this rank has finished the step. Return ``None`` once all have finished, or the error
+        of a rank that ran out of memory.
 
         Raises:
             RankFailed: another rank failed for another reason, and does not run the step again.
@@ -100,7 +101,9 @@ class JointStep:
         return self._error(verdict)
 
     def renew(self) -> None:
-        """Release ranks that wait in a collective. When all ranks have called this, every group has connections again."""
+        """Give the model's process groups new connections. Ranks that wait in a collective are released first. All ranks must
+        call this.
+        """
         if self._conversation is not None:
             release(self._groups)
             self._conversation.begin_anew()

@@ -31,7 +31,7 @@ _PREFIX = "plimsoll"
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """Ranks that make calls together, as one of them sees it.
+    """The ranks that make calls together, as data, as one of them sees it.
 
     ``rank`` and ``ranks`` are global ranks, as torchrun numbers them. ``store`` is torch's own key-value store behind a prefix.
     Messages go through the store instead of collectives, so a rank that waits for a message can stop waiting.
@@ -48,12 +48,12 @@ class World:
 
     @property
     def is_first(self) -> bool:
-        """True on the rank that acts for all."""
+        """True on the one rank that acts for all ranks."""
         return self.rank == self.ranks[0]
 
 
 def current_world(ranks: Iterable[int] | None = None) -> World | None:
-    """Return the ranks that train together, by default all; ``None`` for a single process.
+    """Return the ranks that train together. By default these are all ranks. Return ``None`` for a single process.
 
     Raises:
         InvalidOption: a rank does not exist, or this rank is not among them.
@@ -106,7 +106,9 @@ def launched_world(timeout_seconds: float) -> World | None:
 
 @dataclass(frozen=True, slots=True)
 class Participants:
-    """Ranks that train one model (``None``: this process alone), and the groups that its steps communicate in."""
+    """The ranks that train one model, as data (``None`` means this process alone), and the groups that its steps communicate
+    in.
+    """
 
     world: World | None
     groups: tuple[dist.ProcessGroup, ...] = ()

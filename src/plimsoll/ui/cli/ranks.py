@@ -49,14 +49,14 @@ The rest is a rank; the key says that this rank has loaded the target, or failed
 
 
 class _Farewell(msgspec.Struct, frozen=True, kw_only=True):
-    """The message of one rank to the others at the end of a command."""
+    """The message of one rank to the others at the end of a command, as data: whether the rank had an error of its own."""
 
     has_own_error: bool
 
 
 @dataclass(slots=True)
 class Crew:
-    """The ranks of one command, seen from this rank. Without torchrun, this process is the only rank."""
+    """The ranks that run one command together, seen from this rank. Without torchrun, this process is the only rank."""
 
     is_several: bool
     has_joined: bool = False

@@ -57,7 +57,9 @@ _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u
 
 
 class _Shown(RenderHook):
-    """A hook that replaces control characters in names and file contents by visible signs. The console's own codes are kept."""
+    """A hook of the console that replaces control characters in names and file contents by visible signs. The codes that the
+    console itself writes are kept.
+    """
 
     def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
         return [_Signs(each) for each in renderables]
@@ -264,7 +266,8 @@ def say(text: str) -> None:
 
 
 def hand_over(artifact: Artifact, to: Output, *, explain: bool = False) -> None:
-    """Save an artifact to ``to.output`` if that file was given, and write the artifact to stdout as JSON or as text.
+    """Output the result of a command. Save the artifact to ``to.output`` if that file was given, and write the artifact to
+    stdout as JSON or as text.
 
     With ``explain``, the text contains each decision with its reason.
     """

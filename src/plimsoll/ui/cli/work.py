@@ -43,8 +43,8 @@ class Loaded:
     saved: Plan | None = None
 
     def ask(self, verb: Callable[..., R], *args: object, **options: object) -> R:
-        """Call a public function, such as ``plimsoll.plan``, for the target's step, show progress, and return the function's
-        result.
+        """Call ``verb``, a public function such as ``plimsoll.plan``, with the target's model, batch, loss and optimizer. Show
+        progress, and return the function's result.
         """
         step = {"loss": self.target.loss, "optimizer": self.optimizer}
         with show_progress() as report:

@@ -56,8 +56,8 @@ class NamedPoint:
 
 
 def _curve_points(plan: Plan) -> tuple[NamedPoint, ...]:
-    """Return the points of the planner's frontier (the shortest step time for each peak), or nothing if the unmanaged step's
-    time is 0.
+    """Return the points of the plan's frontier (the shortest step time for each peak). The result is empty if the time of the
+    step without a plan is 0.
     """
     if not plan.baseline_seconds:
         return ()
@@ -159,7 +159,9 @@ def _nearest(plan: Plan) -> int:
 
 
 def _room(numbers: Sequence[float]) -> tuple[float, float]:
-    """Return the lowest and the highest of the numbers, with a margin for labels on both sides."""
+    """Return the range of an axis for these numbers: the lowest and the highest of them, with a margin for labels on both
+    sides.
+    """
     low, high = min(numbers), max(numbers)
     margin = 0.1 * (high - low) or 0.05 * max(abs(high), 1.0)
     return low - margin, high + margin

@@ -98,7 +98,9 @@ def _areas(points: Sequence[TimelinePoint], scale: Scale) -> Iterator[Area]:
 
 
 def _outlines(points: Sequence[TimelinePoint], scale: Scale) -> Iterator[Polyline]:
-    """Yield two lines: the total bytes without a plan, if the plan contains them, and the total bytes with the plan."""
+    """Yield lines of total bytes over the step: one without a plan, if the plan contains these figures, and one with the
+    plan.
+    """
     ticks = [point.tick for point in points]
     unmanaged = [scale.of(point.unmanaged_bytes) for point in points if point.unmanaged_bytes is not None]
     if len(unmanaged) == len(points):

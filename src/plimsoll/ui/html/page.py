@@ -159,13 +159,16 @@ def build_html(artifacts: Sequence[Artifact], names: Sequence[str] = ()) -> str:
 
 
 def _is_about(receipt: Receipt, plan: Plan) -> bool:
-    """Return whether the receipt seems to be about this plan: strategy, budget and predicted peak are equal in both."""
+    """Return whether the receipt (the evidence for one plan) seems to belong to this plan. It does if strategy, budget and
+    predicted peak are equal in both.
+    """
     same = receipt.strategy == plan.strategy and receipt.budget_bytes == plan.budget_bytes
     return same and receipt.predicted_peak_bytes in (None, plan.predicted_peak_bytes)
 
 
 def _set_apart(artifacts: Sequence[Artifact], documents: Sequence[Document]) -> list[Document]:
-    """Move receipts of plans that are not on the page to the end, and return all documents.
+    """Find receipts (evidence for one plan) whose plan is not on the page, move their documents to the end, and return all
+    documents.
 
     A moved document gets a neutral colour and the name of its plan.
     """
@@ -238,7 +241,9 @@ def _numbers_of_estimate(estimate: Estimate) -> list[tuple[str, str, str]]:
 
 
 def _refuse_other(source: str, about: Subject, other_source: str, other: Subject) -> None:
-    """Raise an error if two documents name different models or batches."""
+    """Raise an error if two documents name different models or batches. ``source`` and ``other_source`` name the documents in
+    the error.
+    """
     advice = "make a separate page for each: `plimsoll report FILE -o page.html`"
     if _differ(about.model, other.model) or _differ(about.fingerprint, other.fingerprint):
         raise PlanMismatch(
@@ -329,7 +334,7 @@ def _marked(section: Section, mark: str) -> Section:
 
 
 def _with_one_frontier(sections: Sequence[Section]) -> Iterator[Section]:
-    """Yield the sections, with all frontier charts merged into one section.
+    """Yield the sections of a page, with all frontier charts (step time against peak memory) merged into one section.
 
     That section is left out if its chart would show only one point.
     """

@@ -153,7 +153,9 @@ class _Picture:
         return left, bottom + (18 if x.title else 0)
 
     def _has_room(self, names: int, left: float) -> bool:
-        """Return whether this many rotated names fit side by side. If they do not fit, none of them is written."""
+        """Return whether this many rotated tick names fit side by side, if they begin at the position ``left``. If they do not
+        fit, none of them is written.
+        """
         return names * _LINE < self.width - _RIGHT - left
 
     def add(self, tag: str, text: str = "", /, **attributes: object) -> None:
@@ -281,7 +283,9 @@ class _Picture:
 
 
 def _short(text: str, most: int) -> str:
-    """Return the text on one line, shortened to ``most`` letters (but never to fewer than 4)."""
+    """Return the text on one line. If it is longer than ``most`` letters, it is shortened to that number (but never to fewer
+    than 4).
+    """
     return shorten(" ".join(text.split()), max(most, 4))
 
 

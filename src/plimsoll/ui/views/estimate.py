@@ -158,7 +158,9 @@ def format_count(count: int) -> str:
 
 
 def _tightest_title(estimate: Estimate) -> str:
-    """Return the title of the section on the tightest stage. The title says which ranks the items belong to."""
+    """Return the title of the section on the tightest stage (the pipeline stage that takes the most memory). The title says
+    which ranks the items belong to.
+    """
     stage = estimate.tightest
     if len(estimate.stages) == 1:
         return "Every rank" if stage.ranks > 1 else "The device"
@@ -188,7 +190,9 @@ def _items(stage: StageEstimate) -> list[Element]:
 
 
 def _others(estimate: Estimate) -> Iterator[Fold]:
-    """Yield a fold with the items of each stage except the tightest. Consecutive stages with equal items share one fold."""
+    """Yield a fold (elements behind a title) with the items of each stage except the tightest. Consecutive stages with equal
+    items share one fold.
+    """
     for _, alike in itertools.groupby(estimate.stages, lambda stage: stage.items):
         stages = [stage for stage in alike if stage is not estimate.tightest]
         if stages:
@@ -226,7 +230,7 @@ def _peak(estimate: Estimate) -> list[Element]:
 
 
 def _shared_name(estimate: Estimate) -> str:
-    """Return the path of the module that contains all regions of all stages, or an empty text.
+    """Return the path of the module that contains all regions (managed modules) of all stages, or an empty text.
 
     So the path is printed only once.
     """

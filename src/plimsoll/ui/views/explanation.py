@@ -42,7 +42,7 @@ def _figures(explanation: Explanation) -> list[tuple[str, str]]:
     """Return the rows of figures: the set-up, the optimizer, the peak, the bytes held after forward, and how the bytes were
     counted.
 
-    If they are known, the figures of the same step with everything kept stand next to the peak and the bytes.
+    If they are known, the figures of the same step with everything kept are shown next to the peak and the bytes.
     """
     plain, resident = explanation.plain_peak, explanation.plain_resident_bytes
     beside = "" if plain is None else f" (everything kept: {format_bytes(plain.bytes)}, {plain.moment})"

@@ -82,7 +82,7 @@ def _step(point: FitPoint) -> str:
 
 
 def _plan(point: FitPoint) -> str:
-    """Return a few words on the best plan for a point, such as ``recompute 40%, +12% time``."""
+    """Return a few words on the best plan for a point (a batch size and sequence), such as ``recompute 40%, +12% time``."""
     if not point.does_fit:
         return str(point.status)
     if point.is_unmanaged:

@@ -124,7 +124,8 @@ def plan_figures(plan: Plan) -> list[tuple[str, str]]:
 
 
 def _price(plan: Plan) -> str:
-    """Return a text with the price of memory: the seconds that one more MiB would save, and those that one more GiB would save.
+    """Return a text with the price of memory, which is the time per step that more budget would save: the seconds for one more
+    MiB, and the seconds for one more GiB.
 
     The seconds for one more GiB are at most the plan's whole overhead.
     """
@@ -139,7 +140,9 @@ def _price(plan: Plan) -> str:
 
 
 def _packing_figures(plan: Plan) -> list[tuple[str, str]]:
-    """Return rows on the gradient error and the offloaded bytes, if the plan compresses with loss or offloads."""
+    """Return rows on the error of the gradient, if the plan compresses with loss, and on the offloaded bytes, if it
+    offloads.
+    """
     rows = []
     if not plan.is_lossless:
         measured = "" if plan.measured_error is None else f", measured {plan.measured_error:.2%}"

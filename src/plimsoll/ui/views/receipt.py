@@ -112,7 +112,7 @@ def _error(receipt: Receipt) -> str:
 
 
 def _equality(receipt: Receipt) -> list[tuple[str, str]]:
-    """Return a row with the gradient's error.
+    """Return a list with one row about the error of the gradient, as a pair of name and text.
 
     The list is empty if the plan is lossless, was not compiled, and shows no error.
     """
@@ -213,7 +213,7 @@ def _intermediate(intermediate: Intermediate) -> tuple[str, str, str]:
 
 
 def _droppable(receipt: Receipt) -> str:
-    """Return a text with the share of the managed regions' activations that could be dropped.
+    """Return a text about how much a plan could save: the share of the managed regions' activations that could be dropped.
 
     Regions that the plan leaves alone were not measured.
     """

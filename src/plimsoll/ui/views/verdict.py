@@ -1,4 +1,6 @@
-"""Makes the document of a probe's verdict: the ruling, the rules, both runs side by side, and their gradients."""
+"""Makes the document of a probe's verdict (does a plan harm training?): the ruling in a word, the rules that led to it, both
+runs side by side, and their gradients.
+"""
 
 from __future__ import annotations
 
@@ -113,7 +115,9 @@ def _number(number: float | None) -> str:
 
 
 def _shift(entry: NormComparison) -> tuple[bool, float]:
-    """Return the key for sorting blocks: the whole model first, then blocks by the size of their shift, the largest first."""
+    """Return the key for sorting the rows of blocks. The whole model comes first, then blocks by the size of their shift (how
+    much the norm of their gradient changed), the largest first.
+    """
     return entry.block != WHOLE_MODEL, 0.0 if entry.shift is None else -abs(entry.shift.value)
 
 
