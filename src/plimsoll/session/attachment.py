@@ -509,6 +509,12 @@ class Attachment(RemovedAtEnd):
             in_flight=situation.in_flight,
         )
         everyone = self.agreement.all_of("calibrating", here, Calibration)
+        in_flight = max(each.in_flight for each in everyone)
+        if in_flight > traced.planner.in_flight and not (self.is_compiled or self._steps.is_between_steps):
+            # The plan with the lowest peak of one forward may keep much of it until backward. Three such forwards before one
+            # backward took 1.5 times the budget, where the plan for three keeps to it.
+            traced.planner.wait_for(in_flight)
+            self._run(traced.planner.lowest_for_now(traced.error_scale))
         # Once a step is measured, a ladder derives plans for other shapes. Otherwise a larger batch must be measured itself.
         can_follow = self._has_ladder and all(each.is_measured for each in everyone)
         if all(each.is_new for each in everyone) and len({each.signature for each in everyone}) == 1 and not can_follow:
@@ -521,7 +527,7 @@ class Attachment(RemovedAtEnd):
             has_trial = not can_follow or all(each.is_same for each in everyone)
             joins = situation.accumulates and not traced.accumulates
             try:
-                self._settle(traced, self._task(call) if has_trial else None, max(each.in_flight for each in everyone))
+                self._settle(traced, self._task(call) if has_trial else None, in_flight)
             except BudgetBelowFloor:
                 if not joins:
                     raise  # if it joins, a plan for existing gradients may still fit
@@ -563,6 +569,15 @@ class Attachment(RemovedAtEnd):
         measured, self._steps.measured = self._steps.measured, None
         assert lowest is not None
         assert planner.budget_bytes is not None
+        if measured is not None:
+            peak_bytes = max(measured.step_peak_bytes, measured.optimizer_peak_bytes) + self._watch.bytes_before
+            if peak_bytes > planner.budget_bytes:
+                why = "this step was traced and recorded before Plimsoll had measured a whole step"
+                if in_flight > 1:
+                    why = (
+                        f"{in_flight} forwards of the model waited for one backward, which only the last of them shows"
+                    )
+                log_planning_overrun(peak_bytes, planner.budget_bytes, why, "the plan counts what this step has shown")
         if in_flight > planner.in_flight:
             planner.wait_for(in_flight)
             lowest = planner.lowest(traced.error_scale)
