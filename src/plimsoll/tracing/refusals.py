@@ -383,8 +383,10 @@ def _explained(model: nn.Module, refusal: Callable[[str, str], PlimsollError]) -
         raise
     except (*_DEPENDS_ON_DATA, *_WITHOUT_FAKE) as error:
         raise _not_fakeable(model, error) from error
-    except _REFUSALS as error:
-        if failed_in_collective(error):  # neither the batch nor the model is the cause
+    except Exception as error:
+        # Whatever class the model's error has: a loop may raise its own and catch it.
+        is_ours = isinstance(error, PlimsollError) and not isinstance(error, _REFUSALS)
+        if is_ours or failed_in_collective(error):  # neither the batch nor the model is the cause
             raise
         frames = traceback.extract_tb(error.__traceback__)
         if op := next(

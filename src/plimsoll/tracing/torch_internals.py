@@ -215,3 +215,9 @@ def free_cublas_workspaces() -> None:
     The next product allocates new ones. Call this only in builds with CUDA.
     """
     internal("torch._C._cuda_clearCublasWorkspaces")()
+
+
+def parametrized_tensors() -> dict[Any, Any]:
+    """Return the cache of ``torch.nn.utils.parametrize.cached``, which holds computed weights. torch replaces this dictionary."""
+    found: dict[Any, Any] = internal("torch.nn.utils.parametrize._cache")
+    return found

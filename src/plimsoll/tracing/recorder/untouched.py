@@ -28,6 +28,7 @@ from plimsoll.tracing.recorder.contents import KeptValues, is_holder, lent, put_
 from plimsoll.tracing.recorder.kept_classes import KeptClasses
 from plimsoll.tracing.recorder.kept_modules import KeptForwards, KeptModules, held_by
 from plimsoll.tracing.recorder.storages import is_plain, same_contents
+from plimsoll.tracing.torch_internals import parametrized_tensors
 from plimsoll.tracing.zero import KeptGathering, is_gathered_by_zero
 
 _OF_8_BITS = "bitsandbytes.autograd._functions"
@@ -167,22 +168,14 @@ class KeptState:
     """
 
     def __init__(self, model: nn.Module, copy: Callable[[torch.Tensor], torch.Tensor] = torch.clone) -> None:
-        own = pending = list(model.modules())
-        hidden: list[nn.Module] = []
-        values: dict[int, Any] = {}
-        while pending:
-            held = [value for module in pending for value in held_by(module)]
-            found = with_contents(held, attributes_as_well=True)
-            classes = KeptClasses([*pending, *(value for value in found.values() if is_holder(value))])
-            found |= with_contents(classes.values, attributes_as_well=True)
-            found |= with_contents(_states_of_optimizers(found.values(), model), attributes_as_well=True)
-            values |= found
-            known = {id(module) for module in (*own, *hidden)}
-            modules = (each for value in found.values() if isinstance(value, nn.Module) for each in value.modules())
-            pending = list({id(each): each for each in modules if id(each) not in known}.values())
-            hidden += pending
+        own = list(model.modules())
+        trained = set(map(id, model.parameters()))
+        hidden, values = _reached([value for module in own for value in held_by(module)], own, trained)
         self._classes = KeptClasses([*own, *hidden, *(value for value in values.values() if is_holder(value))])
         self._modules = [KeptModules(model), *(KeptModules(each, frozenset()) for each in hidden)]
+        # A weight that `parametrize.cached` keeps from a trial step would belong to the trial's graph.
+        self._parametrized = dict(parametrized_tensors())
+        parametrized_tensors().clear()
         self._tables = [vars(module) for module in (*own, *hidden)]
         self._contents = KeptValues([*values.values(), *own, *hidden])
         parameters = [each for module in hidden for each in module._parameters.values() if each is not None]
@@ -198,6 +191,8 @@ class KeptState:
 
     def put_back(self) -> None:
         """Restore the same tensors and attributes with their contents. Tensors that were not written since are not touched."""
+        parametrized_tensors().clear()
+        parametrized_tensors().update(self._parametrized)
         for modules in self._modules:
             modules.put_back()
         self._classes.put_back()
@@ -268,14 +263,18 @@ def arguments_kept(call: Any) -> Iterator[None]:
     """
     leaves = tree_leaves(call)
     arguments = set(map(id, leaves))
-    values = with_contents(leaves, attributes_as_well=True)
-    kept = KeptValues(values.values())
+    modules, values = _reached(leaves, (), set())
+    structures = [KeptModules(each, frozenset()) for each in modules]
+    kept = KeptValues([*values.values(), *modules])
     found = (each for key, each in values.items() if key not in arguments and not isinstance(each, nn.Parameter))
-    tensors = KeptTensors(filter(_is_kept, found))
+    buffers = (each for module in modules for each in module._buffers.values() if each is not None)
+    tensors = KeptTensors({id(each): each for each in (*filter(_is_kept, found), *buffers)}.values())
     try:
         kept.lend()
         yield
     finally:
+        for structure in structures:
+            structure.put_back()
         kept.put_back()
         tensors.put_back()
 
@@ -301,12 +300,35 @@ def _is_kept(value: Any) -> TypeGuard[torch.Tensor]:
     )
 
 
-def _states_of_optimizers(values: Iterable[Any], model: nn.Module) -> list[Any]:
-    """Return the state and the parameter groups of those optimizers among the values that do not train the model."""
-    own = set(map(id, model.parameters()))
-    found = [value for value in values if isinstance(value, Optimizer) and "param_groups" in vars(value)]
-    others = [each for each in found if own.isdisjoint(id(p) for group in each.param_groups for p in group["params"])]
-    return [part for each in others for part in (each.state, each.param_groups)]
+def _reached(
+    held: Iterable[Any], known: Iterable[nn.Module], trained: Collection[int]
+) -> tuple[list[nn.Module], dict[int, Any]]:
+    """Return the modules that can be reached from some objects, and all values that can be reached.
+
+    ``known`` modules are not returned. The state of an optimizer counts if it trains none of the parameters ``trained``, which
+    are given by ``id``. The values are a mapping from ``id`` to value.
+    """
+    modules: list[nn.Module] = []
+    values: dict[int, Any] = {}
+    seen, pending = {id(module) for module in known}, list(known)
+    held = list(held)
+    while True:
+        found = with_contents(held, attributes_as_well=True)
+        classes = KeptClasses([*pending, *(value for value in found.values() if is_holder(value))])
+        found |= with_contents(classes.values, attributes_as_well=True)
+        for value in list(found.values()):
+            if isinstance(value, Optimizer) and "param_groups" in vars(value):
+                own = {id(parameter) for group in value.param_groups for parameter in group["params"]}
+                if own.isdisjoint(trained):
+                    found |= with_contents([value.state, value.param_groups])
+        values |= found
+        inner = (each for value in found.values() if isinstance(value, nn.Module) for each in value.modules())
+        pending = list({id(each): each for each in inner if id(each) not in seen}.values())
+        if not pending:
+            return modules, values
+        modules += pending
+        seen.update(map(id, pending))
+        held = [value for module in pending for value in held_by(module)]
 
 
 def _memory_of(tensor: torch.Tensor) -> set[int]:
