@@ -218,6 +218,6 @@ def free_cublas_workspaces() -> None:
 
 
 def parametrized_tensors() -> dict[Any, Any]:
-    """Return the cache of ``torch.nn.utils.parametrize.cached``, which holds computed weights. torch replaces this dictionary."""
+    """Return the cache of ``torch.nn.utils.parametrize.cached``, a dictionary of computed weights that torch replaces."""
     found: dict[Any, Any] = internal("torch.nn.utils.parametrize._cache")
     return found
