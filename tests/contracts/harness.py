@@ -47,6 +47,10 @@ class Names:
     def __contains__(self, name: object) -> bool:
         return not any(part in str(name) for part in self._kept)
 
+    def __or__(self, more: frozenset[str]) -> Names:
+        """The same names: they are without an end."""
+        return self
+
 
 class FormOf:
     """The form of every value whose name contains a part: a mapping without an end."""

@@ -74,6 +74,7 @@ def plan_of(model, **options):
     return plimsoll.plan(model, batch(0), loss=weigh, **options)
 
 
+CALLS: list[int] = []
 WORK = {
     "plan": (lambda model: plan_of(model, strategy="full"), 3),
     "plan for a budget": (lambda model: plan_of(model, budget="10MiB"), 5),
@@ -90,18 +91,19 @@ WORK = {
 @pytest.mark.parametrize("name", WORK)
 def test_a_model_that_counts_and_draws_is_left_as_it_was(name):
     work, forwards = WORK[name]
-    model, calls = busy(), []
+    model = busy()
+    CALLS.clear()
     if name == "plan without its device":
         for block in model.blocks:  # whose float(...) has no value there
             block.forward = lambda x, block=block: Block.forward(block, x)
-    model.entrance.register_forward_hook(lambda *_: calls.append(1))
+    model.entrance.register_forward_hook(lambda *_: CALLS.append(1))  # a global, which is not restored
     before, generators = state_of(model), RandomState()
     work(model)
     after = state_of(model)
     assert before.keys() == after.keys()
     assert [key for key in before if before[key] != after[key]] == []
     assert generators.is_current()
-    assert forwards is None or len(calls) == forwards
+    assert forwards is None or len(CALLS) == forwards
 
 
 def test_attaching_trains_as_without_it_where_a_model_counts():

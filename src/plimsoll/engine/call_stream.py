@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch.compiler import is_dynamo_compiling
 from torch.overrides import resolve_name
 
@@ -51,6 +52,12 @@ _ANSWERS = frozenset({bool, int, float, complex, str, torch.Size, torch.dtype, t
 """Types of results that are not tensors. A call that returns one of them only queries something, so it is not part of the
 stream.
 """
+_READERS = frozenset({torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__})
+"""Functions that read a tensor's values without an op."""
+_CHECKERS = frozenset({F.one_hot, F.gaussian_nll_loss})
+"""Functions that read values only to check them, or to find the sizes of their results."""
+_SPLITTERS = frozenset({torch.tensor_split, torch.Tensor.tensor_split})
+"""Functions that read sizes from a tensor without an op."""
 _MARKS = frozenset(
     {torch.ops.profiler._record_function_exit._RecordFunction, torch.ops.profiler._record_function_exit.default}
 )
@@ -154,6 +161,8 @@ class StreamGuard(LowestMode):
         self._place: Junction | None = root
         self.stranger: Any = None
         """The torch function whose call is in none of the known streams. ``None`` while the call follows a known stream."""
+        self.strangers: set[Any] = set()
+        """The torch functions of this call from the ``stranger`` on."""
         self.where = ""
         """File and line of the user's code that called the ``stranger``."""
 
@@ -186,6 +195,8 @@ class StreamGuard(LowestMode):
                 self._place = place.after
             elif type(result) not in _ANSWERS:
                 self._follow(place, func, args, kwargs, result)
+        else:
+            self.strangers.add(func)
         return result
 
     def _follow(
@@ -200,6 +211,7 @@ class StreamGuard(LowestMode):
                 return
         if _leaves_a_trace(func, result):
             self._place, self.stranger, self.where = None, func, _line_of_user()
+            self.strangers.add(func)
 
 
 class StreamRecorder(LowestMode):
@@ -241,6 +253,7 @@ class StreamRecorder(LowestMode):
             self.is_within = before
             reads, is_sized_by_data = self._reads, self._is_sized_by_data
             self._reads, self._is_sized_by_data = outer
+        self.reads_values |= func in _READERS
         if not _leaves_a_trace(func, result):
             return result
         is_data = is_made_from_data(func) and bool(args) and not isinstance(args[0], torch.Tensor)
@@ -248,7 +261,9 @@ class StreamRecorder(LowestMode):
         named = tuple([(name, self._describe(value)) for name, value in (kwargs or {}).items()])
         made = flat_tensors(result)
         results = tuple([described_geometry(tensor) for tensor in made])
-        found = self._numbers_read(func, reads)
+        is_sized_by_data |= func in _SPLITTERS or (func in _CHECKERS and bool(reads))
+        self.reads_values |= is_sized_by_data
+        found = () if func in _CHECKERS else self._numbers_read(func, reads)
         self._calls.append(
             TorchCall(
                 func,

@@ -25,16 +25,19 @@ class Fallback:
         """Warn that all calls of the region keep everything from now on, and say why."""
         warnings.warn(f"plimsoll: region {self._name!r} keeps all its activations from now on: {reason}", stacklevel=5)
 
-    def say_surprise(self, guard: StreamGuard, calls: int) -> None:
+    def say_surprise(self, guard: StreamGuard, calls: int, obstacle: str) -> None:
         """Warn that a call kept everything because its torch calls match no recorded call. ``calls`` is how many of the next
         calls are recorded again.
         """
         found = "fewer torch calls than every recorded call"
         if guard.stranger is not None:
             found = f"torch calls that were never recorded, first {called(guard.stranger)} at {guard.where}"
+        reason = "Python state or the size of its inputs has changed"
+        if obstacle:
+            reason = f"it reads values of tensors, and it cannot run again in backward because {obstacle}"
         warnings.warn(
             f"plimsoll: a call of region {self._name!r} made {found}. Its Python code took another branch, because "
-            "Python state or the size of its inputs has changed. This call kept all its activations: its gradients are "
+            f"{reason}. This call kept all its activations: its gradients are "
             f"right, but the step may exceed its budget. The next {calls} calls are recorded again.",
             stacklevel=8,
         )

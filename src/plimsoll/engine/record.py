@@ -69,6 +69,8 @@ class Recording:
 
     At another input size, such code may run other ops.
     """
+    reads_values: bool
+    """Whether the call has read values of tensors, so that another call may run other ops."""
     is_opaque: bool
     """Whether code ran that may behave differently although the torch calls are the same.
 
@@ -82,7 +84,8 @@ class Recording:
         ``is_linked`` says whether the region that ran before this one can rebuild the first argument, so that this region need
         not hold it.
         """
-        shared.unmet.note(plan, self.graph)
+        if not self.reads_values:  # values that depend on data may be missing
+            shared.unmet.note(plan, self.graph)
         return self.serve(self.replay_plan(plan, shared, is_linked=is_linked), plan, shared)
 
     def replay_plan(self, plan: RegionPlan, shared: Shared, *, is_linked: bool) -> ReplayPlan:
@@ -94,7 +97,9 @@ class Recording:
         if plan.is_boundary_dropped and is_linked and self.first_input is not None:
             links = frozenset({self.first_input})
         packer = shared.packer
-        choice = choose(self.graph, plan.dropped, self.not_rebuildable, links, plan.packed, packer.keeps_sign_only)
+        choice = choose(
+            self.graph, self._names_to_drop(plan), self.not_rebuildable, links, plan.packed, packer.keeps_sign_only
+        )
         return ReplayPlan(
             name=self.name,
             call=plan.call,
@@ -108,6 +113,17 @@ class Recording:
             not_rebuildable=self.not_rebuildable,
             steady=frozenset(value.id for value in self.graph.values if value.name in plan.steady_inputs),
         )
+
+    def _names_to_drop(self, plan: RegionPlan) -> frozenset[str]:
+        """Return the names of the values to drop.
+
+        If the region reads values, this call may have gone another way than the planned one. Values that the plan does not know
+        are dropped then, because its peak does not contain them.
+        """
+        if not self.reads_values:
+            return plan.dropped
+        known = {decision.value for decision in plan.decisions}
+        return plan.dropped | frozenset(value.name for value in self.graph.values if value.name not in known)
 
     def serve(self, made: ReplayPlan, plan: RegionPlan, shared: Shared, like: Program | None = None) -> Program:
         """Return the program that carries out a replay plan (what happens to each value of the region).
@@ -479,6 +495,7 @@ def _recording(call: _Watched, subject: RegionForward) -> Recording:
         casts=sum(op.name == "_to_copy" for op in recorder.ops),
         is_self_compiling=recorder.takes_functions,
         has_unseen_callers=recorder.has_unseen_callers,
+        reads_values=call.stream.reads_values,
         is_opaque=recorder.has_unseen_callers or call.has_modes or any(map(_is_from_outside, recorder.ops)),
     )
 

@@ -273,7 +273,7 @@ class ManagedRegion:
             if recorded.recording is not None and not recorded.peers:
                 self._recordings.add(entry.signature, recorded.recording)
                 self._open_numbers(service, entry)
-            if recorded.reads_values:
+            if recorded.reads_values or service.reads_values:
                 service.read_values(recorded.stream)
         # Do not ask for agreement on a known stream again: a surprise in another region can make this rank alone record again.
         if is_new and recorded.peers and shared.repeats_collectives and shared.agree_on_service is not None:
@@ -363,9 +363,10 @@ class ManagedRegion:
         known = guard.program
         program: Program | None = None if known is None else known.with_numbers(guard.numbers)
         if program is None:
-            if not self._is_rerun(service, opened):
-                call.keep_all()
-                self._surprise(service, guard)
+            if self._is_rerun(service, opened):
+                return
+            call.keep_all()
+            self._surprise(service, guard, "" if opened.entrance is None else opened.entrance.obstacle)
             return
         plan = program.plan
         link = shared.links.find(plan, inputs)
@@ -386,7 +387,10 @@ class ManagedRegion:
         then a second run would start from the changed state.
         """
         entrance, program = opened.entrance, service.program
-        if entrance is None or program is None or program.plan.collectives or entrance.obstacle(opened.call):
+        if entrance is None or program is None or program.plan.collectives:
+            return False
+        service.may_rerun = entrance.may_run_again(opened.call, opened.guard.strangers | service.functions)
+        if not service.may_rerun:
             return False
         Rerun(entrance, service.distrust).drop(opened.call)
         service.rerun()
@@ -401,7 +405,7 @@ class ManagedRegion:
             return
         service.misfit()
 
-    def _surprise(self, service: Service, guard: StreamGuard) -> None:
+    def _surprise(self, service: Service, guard: StreamGuard, obstacle: str) -> None:
         """Handle a call whose torch calls differ from those of all recorded calls. The call kept everything, so its gradients
         are correct.
 
@@ -414,7 +418,7 @@ class ManagedRegion:
         if self._is_compiled():  # it may have been compiled after it was recorded
             return
         self._shared.alarm.sound()
-        self._fallback.say_surprise(guard, service.watch_length)
+        self._fallback.say_surprise(guard, service.watch_length, obstacle)
 
 
 class _Opened(NamedTuple):

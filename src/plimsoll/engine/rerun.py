@@ -7,9 +7,9 @@ changes (attributes, buffers, random states) is restored after it.
 
 A second run may do something else than the first one did: it sees what the model's code has changed since. So each dropped
 tensor leaves a checksum of all its bytes, and the second run must produce the same bytes. Calls for which a second run is known
-to be wrong keep everything instead, see `Entrance.obstacle`.
+to be wrong keep everything instead, see `Entrance.may_run_again`.
 
-Known weakness: what forward writes outside of the model (a list in a module of Python, a file) it writes twice, as under
+Known weakness: what forward writes elsewhere (to a file, to a variable that its code does not name) it writes twice, as under
 ``torch.utils.checkpoint``.
 
 Source: the non-reentrant form of ``torch.utils.checkpoint``, which does not restore state and compares only shapes.
@@ -19,21 +19,24 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, NoReturn
 
 import numpy as np
 import torch
+import torch.nn.functional as F
+from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from plimsoll.engine.guards import Entry, SignatureReader
 from plimsoll.engine.hooks import GONE, Cell, OpenCall, modified_in_place
-from plimsoll.engine.record import RegionForward
+from plimsoll.engine.record import SMALL_BUFFER_BYTES, RegionForward
 from plimsoll.engine.torch_flags import in_force
 from plimsoll.errors import ReplayMismatch
 from plimsoll.tracing.local_tensors import is_sharded
 from plimsoll.tracing.recorder.contents import with_contents
+from plimsoll.tracing.recorder.kept_globals import globals_kept
 from plimsoll.tracing.recorder.kept_modules import attributes_of
 from plimsoll.tracing.recorder.storages import Geometry, is_plain, storage_fingerprint
 from plimsoll.tracing.recorder.untouched import KeptState, RandomState
@@ -41,6 +44,7 @@ from plimsoll.tracing.torch_internals import at_end_of_backward, current_graph_t
 
 _PLAIN_ARGUMENTS = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)
 
+_PARTLY_UNSET = frozenset({torch.ctc_loss, F.ctc_loss})
 _ADVANCED = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState, Iterator)
 
 
@@ -56,11 +60,14 @@ class Entrance:
         kwargs: dict[str, Any],
     ) -> None:
         self.subject = subject
+        self.obstacle = ""
         self.arguments = (args, kwargs)
         self.random = RandomState()
         self._entry, self._reader = entry, reader
         self._scalars = reader.scalars()
         self._versions = _versions(entry)
+        self._buffers: list[tuple[torch.Tensor, int, torch.Tensor]] = []
+        """The small buffers, each with its version and a copy of its contents. A model may write to them before backward."""
         device_types = {tensor.device.type for tensor in (*entry.inputs, *self.sources)} | {"cpu"}
         self._autocast = [
             (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in sorted(device_types)
@@ -72,15 +79,24 @@ class Entrance:
         """The parameters and buffers that exist."""
         return [source for source in self._entry.sources if source is not None]
 
-    def obstacle(self, call: OpenCall) -> str:
-        """Return the reason why this call must not run a second time, or "" if it may. Forward has just returned."""
+    def may_run_again(self, call: OpenCall, functions: Collection[Any]) -> bool:
+        """Return whether this call may run a second time. If not, ``obstacle`` says why. Forward has just returned.
+
+        ``functions`` are the torch functions that no recorded call has called at the same place.
+        """
+        self.obstacle = self._find_obstacle(call, functions)
+        return not self.obstacle
+
+    def _find_obstacle(self, call: OpenCall, functions: Collection[Any]) -> str:
         leaves = tree_leaves(self.arguments)
-        if not all(isinstance(leaf, _PLAIN_ARGUMENTS) or is_plain(leaf) for leaf in leaves):
+        if not all(isinstance(leaf, _PLAIN_ARGUMENTS) or _is_plain_tensor(leaf) for leaf in leaves):
             return "an argument is neither a plain tensor nor a number nor a text"
         if self._entry.modes is not None:
             return "function modes are active"
         if call.sharded or any(map(is_sharded, self.sources)):
             return "its tensors are sharded"
+        if not _PARTLY_UNSET.isdisjoint(functions):
+            return "ctc_loss leaves a part of what it saves unset, which no checksum can compare"
         module = self.subject.module
         hooked = (inner for inner in module.modules() if inner is not module)
         if any(inner._forward_hooks or inner._forward_pre_hooks for inner in hooked):
@@ -97,28 +113,38 @@ class Entrance:
         return ""
 
     def hold(self) -> None:
-        """Replace the arguments by aliases, which do not hold the graph that made them."""
+        """Replace the arguments by aliases, which do not hold the graph that made them, and copy small buffers."""
         self.arguments = tree_map_only(torch.Tensor, _alias, self.arguments)
+        small = (each for each in self.sources if is_copied(each))
+        self._buffers = [(buffer, buffer._version, buffer.detach().clone()) for buffer in small]
 
     def refuse_changed(self) -> None:
-        """Compare the version counters of parameters, buffers and arguments with those of forward.
+        """Compare the version counters of parameters, large buffers and arguments with those of forward.
 
         Raises:
             SavedTensorModified: at least one of these tensors was written since.
         """
-        now = _versions(self._entry)
-        for before, after in zip(self._versions, now, strict=True):
-            if before != after:
+        tensors = [tensor for tensor in (*self._entry.sources, *self._entry.inputs) if tensor is not None]
+        for tensor, before, after in zip(tensors, self._versions, _versions(self._entry), strict=True):
+            if before != after and not is_copied(tensor):
                 raise modified_in_place(f"an argument or a parameter of region {self.subject.name!r}", before, after)
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
         """Return a context manager in which forward runs as it did, and after which nothing has changed."""
         now, state = RandomState(), KeptState(self.subject.module)
+        changed = [
+            (source.data, kept, source.detach().clone())
+            for source, version, kept in self._buffers
+            if source._version != version
+        ]
         try:
+            for data, kept, _ in changed:  # `.data` has its own version counter: other graphs may have saved the buffer
+                data.copy_(kept)
             with contextlib.ExitStack() as stack:
                 stack.enter_context(torch.enable_grad())
                 stack.enter_context(without_torch_function())
+                stack.enter_context(globals_kept(self.subject.module.modules()))
                 stack.enter_context(in_force(self._entry.flags, self.subject.device_type))
                 for kind, dtype, is_enabled in self._autocast:
                     cached = torch.autocast(kind, dtype=dtype, enabled=is_enabled, cache_enabled=self._is_cached)
@@ -126,6 +152,8 @@ class Entrance:
                 self.random.put_back()
                 yield
         finally:
+            for data, _, current in changed:
+                data.copy_(current)
             state.put_back()
             now.put_back()
 
@@ -140,15 +168,15 @@ class Rerun:
     def __init__(self, entrance: Entrance, on_failure: Callable[[], None]) -> None:
         self._entrance = entrance
         self._on_failure = on_failure
-        self._expected: Mapping[int, tuple[Geometry, int]] = {}
+        self._expected: dict[int, tuple[Geometry, int]] = {}
+        """The layout of each dropped tensor and a checksum of its storage, by slot."""
         self._made: dict[int, torch.Tensor] = {}
 
-    def drop(self, call: OpenCall) -> int:
-        """Drop what the call has saved, except its arguments, parameters and buffers. Return the number of dropped tensors."""
+    def drop(self, call: OpenCall) -> None:
+        """Drop what the call has saved, except its arguments, parameters and buffers."""
         entrance = self._entrance
         given = {_storage(tensor) for tensor in (*entrance.sources, *_tensors(entrance.arguments)) if is_plain(tensor)}
         prints: dict[int, int] = {}
-        expected = {}
         for cell, tensor in zip(call.cells, call.tensors, strict=True):
             if cell is GONE:
                 continue
@@ -157,12 +185,10 @@ class Rerun:
                 continue
             if _storage(tensor) not in prints:
                 prints[_storage(tensor)] = storage_fingerprint(tensor)
-            expected[cell.index] = (Geometry.of(tensor), prints[_storage(tensor)])
+            self._expected[cell.index] = Geometry.of(tensor), prints[_storage(tensor)]
             cell.drop((), self)
-        self._expected = expected
         entrance.hold()
         call.close()
-        return len(expected)
 
     def restore(self, cell: Cell) -> torch.Tensor:
         """Return the tensor of a cell."""
@@ -181,32 +207,35 @@ class Rerun:
             ReplayMismatch: the second run has saved other tensors than the first one.
             SavedTensorModified: an input or a parameter was written since.
         """
-        made: dict[int, torch.Tensor] = {}
+        self._entrance.refuse_changed()
+        made = self._once()
+        prints: dict[int, int] = {}
+        for slot, (_, fingerprint) in self._expected.items():
+            tensor = made[slot]
+            is_equal = prints.setdefault(_storage(tensor), storage_fingerprint(tensor)) == fingerprint
+            if not (is_equal or _is_seed(tensor)):
+                self._fail()
+        return made
+
+    def _once(self) -> dict[int, torch.Tensor]:
         saved: list[torch.Tensor] = []
         last = max(self._expected)
 
         def pack(tensor: torch.Tensor) -> int:
-            slot = len(saved)
             saved.append(tensor.detach())
-            if slot == last:
+            if len(saved) > last:
                 raise _Enough
-            return slot
+            return len(saved) - 1
 
-        self._entrance.refuse_changed()
         args, kwargs = tree_map_only(torch.Tensor, _alias, self._entrance.arguments)
-        try:
-            with self._entrance.again(), saved_tensors_hooks(pack, saved.__getitem__):
-                self._entrance.subject.forward(*args, **kwargs)
-        except _Enough:
-            made = {slot: saved[slot] for slot in self._expected}
-        prints: dict[int, int] = {}
-        for slot, (geometry, fingerprint) in self._expected.items():
-            tensor = made.get(slot)
-            if tensor is None or not is_plain(tensor) or Geometry.of(tensor) != geometry:
+        with contextlib.suppress(_Enough), self._entrance.again(), saved_tensors_hooks(pack, saved.__getitem__):
+            self._entrance.subject.forward(*args, **kwargs)
+        if len(saved) <= last:
+            self._fail()
+        for slot, (geometry, _) in self._expected.items():
+            if not is_plain(saved[slot]) or Geometry.of(saved[slot]) != geometry:
                 self._fail()
-            if prints.setdefault(_storage(tensor), storage_fingerprint(tensor)) != fingerprint:
-                self._fail()
-        return made
+        return {slot: saved[slot] for slot in self._expected}
 
     def _fail(self) -> NoReturn:
         self._on_failure()
@@ -219,6 +248,20 @@ class Rerun:
 
 class _Enough(BaseException):
     """Ends a second run when its last needed tensor is there. Not an ``Exception``, so the model's code does not catch it."""
+
+
+def _is_seed(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor may be a seed or an offset of fused attention on a GPU, which are never set without dropout."""
+    return tensor.is_cuda and tensor.numel() <= 2 and not (tensor.is_floating_point() or tensor.is_complex())
+
+
+def _is_plain_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and is_plain(value)
+
+
+def is_copied(source: torch.Tensor) -> bool:
+    """Return whether a parameter or buffer is a small buffer."""
+    return not isinstance(source, nn.Parameter) and source.is_leaf and source.nbytes <= SMALL_BUFFER_BYTES
 
 
 def _alias(tensor: torch.Tensor) -> torch.Tensor:

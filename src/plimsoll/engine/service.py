@@ -67,6 +67,8 @@ class Service:
         random op.
         """
         self.needs_inputs = False
+        self.functions: set[Any] = set()
+        """The torch functions of all known streams."""
         self.held: tuple[int, ...] = ()
         """The places (indices) of the parameters and buffers whose memory a call must hold, because recipes read it."""
         self._programs: dict[Stream, Program] = {}
@@ -84,6 +86,8 @@ class Service:
         self.reads_values = False
         """Whether a recorded call has read values of tensors, so that any call may make another stream."""
         self._is_distrusted = False
+        self.may_rerun = True
+        """Whether no call so far was unfit to run again in backward."""
         self.reruns = 0
         """The number of calls with an unknown stream that backward runs again."""
 
@@ -174,6 +178,7 @@ class Service:
         programs = self._all()
         self._is_self_compiling |= any(each.is_self_compiling for each in programs)
         self.held = tuple({place for each in programs for place in each.plan.held_places})
+        self.functions = {call.func for stream in known for call in stream}
         self.needs_inputs = any(each.plan.needs_inputs for each in programs)
 
     def follow(self, other: Service) -> None:
@@ -213,10 +218,15 @@ class Service:
         """Note a misfit: a call made a known stream but saved other tensors than the recorded call, because its shapes depend
         on data.
 
-        The next calls are then watched (recorded again).
+        A few of the next calls are then watched. If such calls cannot run again in backward, each further misfit makes their
+        number four times as large.
         """
         self._misfits += 1
-        self._watch = FIRST_WATCH * 4 ** (self._misfits - 1)
+        self.reads_values = True
+        if self.may_rerun:
+            self._watch = LEAST_WATCH if self._recordings < MOST_WATCH else 0
+        else:
+            self._watch = FIRST_WATCH * 4 ** (self._misfits - 1)
 
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the region's forward under the guard, and return its output.

@@ -39,6 +39,8 @@ from plimsoll.tracing.torch_internals import below_autograd, without_modes, with
 
 NOT_EXACT = "gives other bits when it runs again"
 _POISON = 0xA5
+_PARTLY_UNSET = frozenset({"_ctc_loss"})
+"""Names of ops that leave a part of a floating-point result unset (where targets are short), which may agree by accident."""
 _PROBABILITIES = ("p", "dropout_p")
 """Names that the dropout probability has in the schemas of aten's ops."""
 _LARGE_BYTES = 1 << 14
@@ -106,7 +108,9 @@ class VerifyingRecorder(OpRecorder):
             return value
         if signature.is_sized_by_data and (func is not torch.ops.aten.index.Tensor or masks_of(func, args)):
             self.note_size()
-        if signature.is_uninitialised or signature.is_collective:
+        if op.name in _PARTLY_UNSET:
+            op.obstacle = op.obstacle or "leaves a part of its result unset"
+        if signature.is_uninitialised or signature.is_collective or op.name in _PARTLY_UNSET:
             return func(*args, **kwargs)
         if self.is_on_the_way(args):
             op.obstacle = op.obstacle or "reads memory that a collective is still writing"

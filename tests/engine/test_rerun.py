@@ -1,0 +1,273 @@
+"""Calls with an unknown stream of torch calls, in regions that read values: backward runs the region's forward again."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import random
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import plimsoll
+from plimsoll.engine.apply import Handle
+from plimsoll.errors import ReplayMismatch, SavedTensorModified
+from plimsoll.tracing.meters.memory import PeakMeter
+from plimsoll.tracing.recorder.untouched import RandomState
+from steps import mean_square
+
+WIDTH, ROWS, KNOWN_STEPS = 16, 96, 6
+Way = Callable[[Any, torch.Tensor], torch.Tensor]
+
+
+def _counting(calls: list[int], *_: Any) -> None:
+    calls.append(1)
+
+
+class Branching(nn.Module):
+    """A block that takes ``way`` if the first number of its input is negative. No step has taken it when recording ends."""
+
+    def __init__(self, way: Way) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(3 * WIDTH, WIDTH)
+        self.norm, self.inner = nn.BatchNorm1d(3 * WIDTH), nn.Tanh()
+        self.register_buffer("total", torch.zeros(()))
+        self.calls, self.scale, self.seen = 0, 1.0, []
+        self.own = None
+        self._way = way
+
+    def forward(self, x: torch.Tensor, *options: Any) -> torch.Tensor:
+        wide = torch.tanh(self.up(x))
+        if x.detach()[0, 0].item() < 0:
+            wide = self._way(self, wide)
+        return x + self.down(F.gelu(wide))
+
+
+def as_it_is(block: Branching, wide: torch.Tensor) -> torch.Tensor:
+    return wide.sin() * wide.sigmoid()
+
+
+WAYS: dict[str, Way] = {
+    "operations": as_it_is,
+    "dropout": lambda block, wide: F.dropout(wide, 0.3).sin(),
+    "numbers from Python": lambda block, wide: wide.sin() * random.random(),
+    "numbers from numpy": lambda block, wide: wide.sin() * float(np.random.rand()),
+    "a list that grows": lambda block, wide: (block.seen.append(1), wide.sin() * len(block.seen) ** 0)[1],
+    "a product in place": lambda block, wide: (wide * 2).sin_().mul_(0.5).exp(),
+}
+
+
+def step_of(model: nn.Module, number: int, *, takes_way: bool) -> torch.Tensor:
+    """Run the forward of one step. The sign of the batch's first number decides about the way."""
+    torch.manual_seed(number)
+    random.seed(number)
+    np.random.seed(number)
+    batch = torch.randn(ROWS, WIDTH)
+    batch[:, 0] = batch[:, 0].abs() * (-1 if takes_way else 1)
+    return model(batch)
+
+
+def gradients(model: nn.Module) -> list[torch.Tensor]:
+    found = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+    model.zero_grad()
+    return found
+
+
+def trained(model: nn.Module, number: int, *, takes_way: bool) -> list[torch.Tensor]:
+    mean_square(step_of(model, number, takes_way=takes_way)).backward()
+    return gradients(model)
+
+
+def pair_of(way: Way) -> tuple[nn.Sequential, nn.Sequential]:
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(Branching(way) for _ in range(2)))
+    with torch.no_grad():
+        for block in plain:
+            block.down.weight.mul_(0.01)  # the sign of the first number stays
+    return plain, copy.deepcopy(plain)
+
+
+@pytest.fixture
+def managed() -> Iterator[Callable[[nn.Module], Handle]]:
+    """Apply a plan that drops everything, and train until nothing is recorded any more."""
+    handles = []
+
+    def manage(model: nn.Module) -> Handle:
+        batch = torch.rand(ROWS, WIDTH)
+        plan = plimsoll.plan(model, batch, loss=mean_square, strategy="full")
+        handles.append(plimsoll.apply(model, plan))
+        for number in range(KNOWN_STEPS):
+            trained(model, number, takes_way=False)
+        return handles[-1]
+
+    yield manage
+    for handle in handles:
+        handle.remove()
+
+
+def reruns(model: nn.Sequential) -> int:
+    return sum(service.reruns for block in model for service in block.forward.services.values())
+
+
+@pytest.mark.parametrize("kind", WAYS)
+def test_a_way_that_was_never_recorded_is_run_again_and_keeps_every_bit(kind: str, managed: Any):
+    plain, model = pair_of(WAYS[kind])
+    managed(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for number in (10, 11, 12):
+            expected = trained(plain, number, takes_way=True)
+            state = RandomState()
+            found = trained(model, number, takes_way=True)
+            assert all(map(torch.equal, expected, found))
+            assert state.is_current()
+    assert reruns(model) >= len(model)
+    assert [len(block.seen) for block in model] == [len(block.seen) for block in plain]
+
+
+def test_what_a_way_saves_is_dropped_until_backward(managed: Any):
+    plain, model = pair_of(as_it_is)
+    managed(model)
+    held = []
+    for each in (plain, model):
+        with PeakMeter("cpu") as meter:
+            loss = mean_square(step_of(each, 20, takes_way=True))
+            meter.mark("between")
+        held.append(meter.window("between").resident_bytes)
+        loss.backward()
+    assert held[1] < held[0] / 3
+
+
+def test_backward_may_run_twice(managed: Any):
+    plain, model = pair_of(WAYS["dropout"])
+    managed(model)
+    for each in (plain, model):
+        loss = mean_square(step_of(each, 20, takes_way=True))
+        loss.backward(retain_graph=True)
+        loss.backward()
+    assert reruns(model)
+    assert all(map(torch.equal, gradients(plain), gradients(model)))
+
+
+def test_derivatives_of_gradients_are_right(managed: Any):
+    plain, model = pair_of(as_it_is)
+    managed(model)
+    found = []
+    for each in (plain, model):
+        loss = mean_square(step_of(each, 20, takes_way=True))
+        first = torch.autograd.grad(loss, list(each[0].up.parameters()), create_graph=True)
+        sum(part.square().sum() for part in first).backward()
+        found.append(gradients(each))
+    assert reruns(model)
+    assert all(map(torch.equal, *found))
+
+
+def test_several_forwards_may_wait_for_one_backward(managed: Any):
+    plain, model = pair_of(WAYS["dropout"])
+    managed(model)
+    for each in (plain, model):
+        losses = [mean_square(step_of(each, number, takes_way=number != 31)) for number in (30, 31, 32)]
+        sum(losses).backward()
+    assert reruns(model)
+    assert all(map(torch.equal, gradients(plain), gradients(model)))
+
+
+def test_forward_runs_again_under_its_own_autocast(managed: Any):
+    plain, model = pair_of(as_it_is)
+    handle = managed(model)
+    found = []
+    for each in (plain, model):
+        for number, takes_way in [*((40 + number, False) for number in range(4)), (50, True)]:
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = mean_square(step_of(each, number, takes_way=takes_way))
+            loss.backward()
+            grads = gradients(each)
+        found.append(grads)
+    assert handle.faults == ()
+    assert reruns(model)
+    assert all(map(torch.equal, *found))
+
+
+def writes_its_statistics(block: Branching, wide: torch.Tensor) -> torch.Tensor:
+    return block.norm(wide).sin()
+
+
+def counts(block: Branching, wide: torch.Tensor) -> torch.Tensor:
+    block.calls += 1
+    return wide.sin() * block.calls
+
+
+def draws_from_its_own_generator(block: Branching, wide: torch.Tensor) -> torch.Tensor:
+    return wide.sin() * torch.rand((), generator=block.own)
+
+
+def leaves_memory_unset(block: Branching, wide: torch.Tensor) -> torch.Tensor:
+    logits = wide.reshape(48, 2, -1).log_softmax(-1)
+    targets, lengths = torch.randint(1, 9, (2, 5), generator=torch.Generator().manual_seed(0)), torch.tensor([5, 2])
+    return wide.sin() * F.ctc_loss(logits, targets, torch.tensor([48, 48]), lengths)
+
+
+def calls_a_hooked_part(block: Branching, wide: torch.Tensor) -> torch.Tensor:
+    return block.inner(wide).sin()
+
+
+@pytest.mark.parametrize(
+    "way", [writes_its_statistics, counts, draws_from_its_own_generator, calls_a_hooked_part, leaves_memory_unset]
+)
+def test_a_way_that_must_not_run_twice_keeps_its_activations(way: Way, managed: Any):
+    plain, model = pair_of(way)
+    seen: dict[int, list[int]] = {id(plain): [], id(model): []}
+    for each in (plain, model):
+        for block in each:
+            block.own = torch.Generator().manual_seed(1)
+            if way is calls_a_hooked_part:
+                block.inner.register_forward_hook(functools.partial(_counting, seen[id(each)]))
+    managed(model)
+    for number in range(KNOWN_STEPS):
+        trained(plain, number, takes_way=False)
+    with pytest.warns(UserWarning, match="kept all its activations"):
+        found = trained(model, 20, takes_way=True)
+    assert not reruns(model)
+    assert all(map(torch.equal, trained(plain, 20, takes_way=True), found))
+    assert seen[id(plain)] == seen[id(model)]
+    assert all(map(torch.equal, plain.buffers(), model.buffers()))
+
+
+def depends_on_a_scale(block: Branching, wide: torch.Tensor) -> torch.Tensor:
+    return (wide * SCALE[0]).sin()
+
+
+SCALE = [1.0]
+
+
+def test_state_that_changes_before_backward_is_found_and_ends_in_an_error(managed: Any):
+    plain, model = pair_of(depends_on_a_scale)
+    managed(model)
+    loss = mean_square(step_of(model, 20, takes_way=True))
+    SCALE[0] = 2.0
+    try:
+        with pytest.raises(ReplayMismatch, match="again gave other tensors"):
+            loss.backward()
+    finally:
+        SCALE[0] = 1.0
+    model.zero_grad()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = trained(model, 21, takes_way=True)
+    assert all(map(torch.equal, trained(plain, 21, takes_way=True), found))
+
+
+def test_a_parameter_that_is_written_before_backward_ends_in_an_error(managed: Any):
+    _, model = pair_of(as_it_is)
+    managed(model)
+    loss = mean_square(step_of(model, 20, takes_way=True))
+    with torch.no_grad():
+        model[1].up.bias.add_(1)
+    with pytest.raises(SavedTensorModified):
+        loss.backward()

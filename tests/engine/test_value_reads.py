@@ -1,0 +1,219 @@
+"""Regions whose code reads values of tensors: the plain model's bits, at most checkpoint's memory, and few recordings."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import plimsoll
+from plimsoll.engine import region
+from plimsoll.tracing.meters.memory import PeakMeter
+from steps import mean_square
+
+WIDTH, ROWS, BLOCKS, STEPS = 32, 192, 4, 24
+MOST_RECORDED = 16
+"""The most recordings of a block that reads values."""
+MORE_THAN_CHECKPOINT = 1.1
+
+
+class Reader(nn.Module):
+    """A residual block around a function that may read values: ``function(block, x)``."""
+
+    def __init__(self, function: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.gate = nn.Linear(WIDTH, 3)
+        self.register_buffer("table", torch.randn(8, WIDTH))
+        self._function = function
+
+    def wide(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(F.gelu(self.up(self.norm(x))))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self._function(self, x)
+
+
+class Readers(nn.Module):
+    def __init__(self, function: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Reader(function) for _ in range(BLOCKS))
+        self.is_checkpointed = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.is_checkpointed else block(x)
+        return x
+
+
+def picked(x: torch.Tensor, count: int) -> torch.Tensor:
+    """A number below ``count`` that depends on the data, in a tensor without dimensions."""
+    return (x.detach().sum().abs() * 1000).long() % count
+
+
+def guarded(block: Reader, x: torch.Tensor) -> torch.Tensor:
+    wide = block.wide(x)
+    return x + (wide / 10 if wide.abs().max().item() > 1e4 else wide)
+
+
+def any_above(block: Reader, x: torch.Tensor) -> torch.Tensor:
+    wide = block.wide(x)
+    return x + (wide.clamp(max=100) if bool((wide > 100).any()) else wide)
+
+
+def counted(block: Reader, x: torch.Tensor) -> torch.Tensor:
+    wide = block.wide(x)
+    return x + wide / (wide > 0).sum().item() * 1e3
+
+
+def scaled_by_itself(block: Reader, x: torch.Tensor) -> torch.Tensor:
+    wide = block.wide(x)
+    return x + wide * (0.1 / float(wide.detach().std()))
+
+
+def branched(block: Reader, x: torch.Tensor) -> torch.Tensor:
+    wide = block.wide(x)
+    return x + (wide * F.silu(wide) if x.detach()[0, 0].item() > 0 else wide)
+
+
+def looked_up(block: Reader, x: torch.Tensor) -> torch.Tensor:
+    return x + block.wide(x + block.table[picked(x, 8)])
+
+
+def filled(block: Reader, x: torch.Tensor) -> torch.Tensor:
+    return x + block.wide(x) * torch.full((WIDTH,), x.detach().abs().mean())
+
+
+def sliced(block: Reader, x: torch.Tensor) -> torch.Tensor:
+    start = picked(x, 16) + 2
+    return torch.cat([x[:start], x[start:] + block.wide(x[start:])])
+
+
+def one_hot(block: Reader, x: torch.Tensor) -> torch.Tensor:
+    choice = F.one_hot(block.gate(x).argmax(-1), 3).to(x.dtype)
+    return x + block.wide(x) * (choice @ block.gate.weight)
+
+
+def parted(block: Reader, x: torch.Tensor) -> torch.Tensor:
+    first, second = x.tensor_split(torch.tensor([int(picked(x, 16)) + 2]))
+    return torch.cat([first + block.wide(first), second * 2])
+
+
+def routed(block: Reader, x: torch.Tensor) -> torch.Tensor:
+    rows = (x.detach()[:, 0] > 0).nonzero().squeeze(1)
+    return x.index_add(0, rows, block.wide(x[rows]))
+
+
+def masked(block: Reader, x: torch.Tensor) -> torch.Tensor:
+    mask = x.detach()[:, 0] > 0
+    result = x.clone()
+    result[mask] = x[mask] + block.wide(x[mask])
+    return result
+
+
+def split(block: Reader, x: torch.Tensor) -> torch.Tensor:
+    choice = block.gate(x).argmax(-1)
+    counts = torch.bincount(choice, minlength=3).tolist()
+    order = choice.argsort(stable=True)
+    parts = x[order].split(counts)
+    return torch.zeros_like(x).index_copy(0, order, torch.cat([part + block.wide(part) for part in parts]))
+
+
+def unique(block: Reader, x: torch.Tensor) -> torch.Tensor:
+    codes, inverse = (x.detach()[:, 0] * 40).long().unique(return_inverse=True)
+    return x + block.wide(x) + torch.zeros(len(codes), WIDTH).index_add(0, inverse, x)[inverse] / len(codes)
+
+
+def early(block: Reader, x: torch.Tensor) -> torch.Tensor:
+    for _ in range(3):
+        wide = block.wide(x)
+        x = x + wide
+        if float(wide.detach().abs().mean()) < 0.155:
+            break
+    return x
+
+
+def dropped_out(block: Reader, x: torch.Tensor) -> torch.Tensor:
+    rows = (x.detach()[:, 0] > 0).nonzero().squeeze(1)
+    return x.index_add(0, rows, F.dropout(block.wide(x[rows]), 0.2))
+
+
+KINDS = {
+    each.__name__: each
+    for each in (
+        *(guarded, any_above, counted, scaled_by_itself, branched, looked_up, filled),
+        *(sliced, one_hot, parted, routed, masked, split, unique, early, dropped_out),
+    )
+}
+
+
+def rows_of(step: int) -> torch.Tensor:
+    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(step))
+
+
+def gradients(model: nn.Module, step: int) -> list[torch.Tensor]:
+    torch.manual_seed(step)
+    model.zero_grad()
+    mean_square(model(rows_of(step))).backward()
+    return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+
+
+def peak_bytes(model: nn.Module, step: int) -> int:
+    gradients(model, step)  # gradients exist
+    with PeakMeter("cpu") as meter:
+        gradients(model, step)
+    return meter.peak_bytes
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Counts recorded calls."""
+    calls, record = [0], region.record_call
+
+    def counting(*args: Any) -> Any:
+        calls[0] += 1
+        return record(*args)
+
+    monkeypatch.setattr(region, "record_call", counting)
+    return calls
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_region_that_reads_values_is_planned_like_any_other(kind: str, recorded: list[int]):
+    torch.manual_seed(0)
+    plain = Readers(KINDS[kind])
+    model, checkpointed = copy.deepcopy(plain), copy.deepcopy(plain)
+    checkpointed.is_checkpointed = True
+    plan = plimsoll.plan(model, rows_of(99), loss=mean_square, strategy="full")
+    with plimsoll.apply(model, plan) as handle, warnings.catch_warnings():
+        warnings.simplefilter("error")  # no call keeps its activations
+        for step in range(STEPS):
+            assert all(map(torch.equal, gradients(plain, step), gradients(model, step))), step
+        assert recorded[0] <= BLOCKS * MOST_RECORDED
+        assert handle.faults == ()
+        for step in range(STEPS, STEPS + 3):
+            assert peak_bytes(model, step) <= MORE_THAN_CHECKPOINT * peak_bytes(checkpointed, step)
+
+
+@pytest.mark.parametrize("kind", ["counted", "branched", "looked_up", "early"])
+def test_a_budget_is_kept_in_every_step_by_a_model_that_reads_values(kind: str):
+    torch.manual_seed(0)
+    plain = Readers(KINDS[kind])
+    model = copy.deepcopy(plain)
+    plan = plimsoll.plan(model, rows_of(99), "1GiB", loss=mean_square)
+    budget_bytes = (plan.floor_bytes + plan.predicted_peak_bytes) // 2
+    own_bytes = 2 * sum(parameter.nbytes for parameter in model.parameters())  # with gradients
+    expected = [gradients(plain, step) for step in range(8)]
+    with plimsoll.attach(model, budget_bytes), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for step in range(8):
+            assert all(map(torch.equal, expected[step], gradients(model, step))), step
+        for step in range(8, 12):
+            assert own_bytes + peak_bytes(model, step) <= budget_bytes
