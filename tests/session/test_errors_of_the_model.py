@@ -21,8 +21,14 @@ ROOMY = 64 * MIB
 Hook = Callable[[torch.Tensor], None]
 
 
+class Skip(Exception):
+    """An error of the user's own class."""
+
+
 class Strict(Stack):
     """Dropout, running statistics, and a check of the input after them."""
+
+    kind: type[Exception] = ValueError
 
     def __init__(self) -> None:
         super().__init__(3, WIDTH)
@@ -31,7 +37,7 @@ class Strict(Stack):
     def forward(self, x: torch.Tensor, flag: float = 0.0) -> torch.Tensor:
         x = super().forward(self.statistics(x))
         if flag:
-            raise ValueError("a bad batch")
+            raise self.kind("a bad batch")
         return x
 
 
@@ -50,7 +56,7 @@ def trained(budget: int | None, bad: tuple[int, ...], rows: Callable[[int], int]
         batch = torch.randn(rows(number), WIDTH)
         try:
             loss = mean_square(model(batch, flag=1.0) if number in bad else model(batch))
-        except ValueError as error:
+        except Strict.kind as error:
             found.append((str(error), *facts(model)))
             continue
         optimizer.zero_grad()
@@ -68,6 +74,12 @@ def test_an_error_of_forward_leaves_random_states_and_statistics_as_without_a_bu
     bad: tuple[int, ...], rows: Callable[[int], int]
 ):
     assert trained(ROOMY, bad, rows) == trained(None, bad, rows)
+
+
+@pytest.mark.parametrize("kind", [Skip, StopIteration, KeyError])
+def test_an_error_may_have_any_class(kind: type[Exception], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Strict, "kind", kind)
+    assert trained(ROOMY, (0, 3), lambda _: ROWS) == trained(None, (0, 3), lambda _: ROWS)
 
 
 def dead(gradient: torch.Tensor) -> None:

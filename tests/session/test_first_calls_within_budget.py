@@ -19,6 +19,7 @@ from plimsoll.tracing.capture import saved_as_zeros
 from plimsoll.tracing.compiled.capture import capture
 from plimsoll.tracing.compiled.units import find_units
 from plimsoll.tracing.meters.memory import PeakMeter
+from plimsoll.units import MIB
 from steps import Biased, PaddingFree, Stack
 
 ROWS, WIDTH, STEPS = 2048, 64, 3
@@ -186,3 +187,26 @@ def test_the_call_in_which_a_compiled_model_is_planned_says_what_it_took(caplog:
             mean_square_of(model(*batch[0])).backward()
     said = [each.getMessage() for each in caplog.records if each.name.startswith("plimsoll")]  # inductor logs too
     assert ["to read the compiled graphs and to measure the step" in each for each in said] == [True]
+
+
+@pytest.mark.parametrize("forwards", [2, 4])
+def test_several_forwards_before_the_first_backward_keep_to_the_budget_or_are_named(
+    forwards: int, caplog: pytest.LogCaptureFixture
+):
+    """Only in the last of them Plimsoll knows how many there are."""
+    torch.manual_seed(0)
+    with LiveStorages() as live:
+        model = Stack(3, WIDTH)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        budget_bytes = (8 + 2 * forwards) * MIB
+        with plimsoll.attach(model, budget_bytes, optimizer=optimizer):
+            for _ in range(3):
+                live.begin()
+                losses = [mean_square_of(model(torch.randn(ROWS, WIDTH))) for _ in range(forwards)]
+                torch.stack(losses).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    first, *later = live.peaks
+    assert max(later) <= budget_bytes
+    named = [each for each in caplog.records if f"{forwards} forwards of the model waited" in each.getMessage()]
+    assert bool(named) is (first > budget_bytes)

@@ -370,6 +370,8 @@ class Attachment(RemovedAtEnd):
         self._served = None
         """The shapes that the current plan was last chosen for."""
         self._tries, self._carried = 0, Carried()
+        self._is_mixed = False
+        """True if the forwards of the measured step ran under plans for different numbers of forwards."""
         """How many steps were begun in order to measure them at the lowest peak, and what the loop carries between them."""
         self._room.account = MemoryAccount(withheld=self._room.account.withheld)
         self._held_at_plan_bytes = 0
@@ -472,7 +474,7 @@ class Attachment(RemovedAtEnd):
         if self._work.has_moved():
             self._work.remove()
         self._run(lowest)
-        self.state, self._tries = State.MEASURING, 0
+        self.state, self._tries, self._is_mixed = State.MEASURING, 0, False
         self._measure(call)
 
     def _is_enough_for(self, traced: FirstStep, earlier: FirstStep) -> bool:
@@ -515,6 +517,7 @@ class Attachment(RemovedAtEnd):
             # backward took 1.5 times the budget, where the plan for three keeps to it.
             traced.planner.wait_for(in_flight)
             self._run(traced.planner.lowest_for_now(traced.error_scale))
+            self._is_mixed = True
         # Once a step is measured, a ladder derives plans for other shapes. Otherwise a larger batch must be measured itself.
         can_follow = self._has_ladder and all(each.is_measured for each in everyone)
         if all(each.is_new for each in everyone) and len({each.signature for each in everyone}) == 1 and not can_follow:
@@ -578,6 +581,11 @@ class Attachment(RemovedAtEnd):
                         f"{in_flight} forwards of the model waited for one backward, which only the last of them shows"
                     )
                 log_planning_overrun(peak_bytes, planner.budget_bytes, why, "the plan counts what this step has shown")
+        if self._is_mixed and measured is not None and self._tries < _MOST_TRIES:
+            # The first forwards of this step ran under plans for fewer forwards. Measure a step under one plan: such a loop was
+            # refused below 16.5 MiB where it needs 10.
+            self._is_mixed = False
+            return
         if in_flight > planner.in_flight:
             planner.wait_for(in_flight)
             lowest = planner.lowest(traced.error_scale)
