@@ -82,7 +82,8 @@ class Service:
         self._is_self_compiling = False
         self._scalars: tuple[Any, ...] | None = None
         self._idle_changes = 0
-        self._recordings = 0
+        self.recordings = 0
+        """The number of recordings since the region was found to read values of tensors."""
         self.reads_values = False
         """Whether a recorded call has read values of tensors, so that any call may make another stream."""
         self._is_distrusted = False
@@ -204,15 +205,15 @@ class Service:
         an effect only if Python code passes them to torch, which three recordings show.
         """
         self.reads_values = True
-        self._recordings += 1
+        self.recordings += 1
         is_open = any(numbers_in(stream, pattern) is not None for pattern in self._open)
-        if not is_open and self._recordings < min(LEAST_WATCH * len(self._programs), MOST_WATCH):
+        if not is_open and self.recordings < min(LEAST_WATCH * len(self._programs), MOST_WATCH):
             self._watch = max(self._watch, 1)
 
     def rerun(self) -> None:
         """Note that backward will run a call again, because its stream is unknown. Watch a few of the next calls."""
         self.reruns += 1
-        self._watch = max(self._watch, LEAST_WATCH if self._recordings < MOST_WATCH else 0)
+        self._watch = max(self._watch, LEAST_WATCH if self.recordings < MOST_WATCH else 0)
 
     def misfit(self) -> None:
         """Note a misfit: a call made a known stream but saved other tensors than the recorded call, because its shapes depend
@@ -224,7 +225,7 @@ class Service:
         self._misfits += 1
         self.reads_values = True
         if self.may_rerun:
-            self._watch = LEAST_WATCH if self._recordings < MOST_WATCH else 0
+            self._watch = LEAST_WATCH if self.recordings < MOST_WATCH else 0
         else:
             self._watch = FIRST_WATCH * 4 ** (self._misfits - 1)
 
