@@ -340,8 +340,8 @@ def main() -> int:
     print("\n".join(page_head(title, command, device=device_name(torch.device("cpu")), versions=versions())))
     print("\n".join(format_table(_HEAD, rows)))
     print(
-        "\nTimes are shares of the unmanaged twin's step. *Recorded*: the most recordings of one block. *Run again*: calls that "
-        "made torch calls without a recording; backward ran their forward again."
+        "\nTimes are shares of the unmanaged twin's step. *Recorded*: the most recordings of one block. *Run again*: calls "
+        "that made torch calls without a recording; backward ran their forward again."
     )
     return 0
 
