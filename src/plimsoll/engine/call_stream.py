@@ -263,7 +263,8 @@ class StreamRecorder(LowestMode):
         results = tuple([described_geometry(tensor) for tensor in made])
         is_sized_by_data |= func in _SPLITTERS or (func in _CHECKERS and bool(reads))
         self.reads_values |= is_sized_by_data
-        found = () if func in _CHECKERS else self._numbers_read(func, reads)
+        # What is made from data is a leaf: recipes read this call's tensor.
+        found = () if is_data or func in _CHECKERS else self._numbers_read(func, reads)
         self._calls.append(
             TorchCall(
                 func,

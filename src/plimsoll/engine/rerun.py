@@ -68,6 +68,8 @@ class Entrance:
         self._versions = _versions(entry)
         self._buffers: list[tuple[torch.Tensor, int, torch.Tensor]] = []
         """The small buffers, each with its version and a copy of its contents. A model may write to them before backward."""
+        self._fixed: list[tuple[torch.Tensor, int]] = []
+        """Aliases of the tensors that must not change before backward, each with its version."""
         device_types = {tensor.device.type for tensor in (*entry.inputs, *self.sources)} | {"cpu"}
         self._autocast = [
             (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in sorted(device_types)
@@ -112,22 +114,34 @@ class Entrance:
             return "it writes to tensors that autograd has saved"
         return ""
 
-    def hold(self) -> None:
-        """Replace the arguments by aliases, which do not hold the graph that made them, and copy small buffers."""
-        self.arguments = tree_map_only(torch.Tensor, _alias, self.arguments)
-        small = (each for each in self.sources if is_copied(each))
+    def hold(self, saved: Collection[int]) -> None:
+        """Take the arguments over, without the graph that made them, and copy small buffers.
+
+        Arguments that autograd has saved (``saved`` are the ids of their storages) must not change before backward, as
+        without a plan. Other arguments are copied.
+        """
+        small = [each for each in self.sources if is_copied(each)]
         self._buffers = [(buffer, buffer._version, buffer.detach().clone()) for buffer in small]
+        inputs = [each for each in self._entry.inputs if _storage(each) in saved]
+        fixed = [each for each in self.sources if not is_copied(each)]
+        self._fixed = [(tensor.detach(), tensor._version) for tensor in (*fixed, *inputs)]
+        self.arguments = tree_map_only(
+            torch.Tensor,
+            lambda each: _alias(each if _storage(each) in saved else each.detach().clone(), each),
+            self.arguments,
+        )
+        self._entry = self._entry._replace(sources=[], inputs=[])  # they would hold the graph that made them
 
     def refuse_changed(self) -> None:
-        """Compare the version counters of parameters, large buffers and arguments with those of forward.
+        """Compare the version counters of parameters, large buffers and saved arguments with those of forward.
 
         Raises:
             SavedTensorModified: at least one of these tensors was written since.
         """
-        tensors = [tensor for tensor in (*self._entry.sources, *self._entry.inputs) if tensor is not None]
-        for tensor, before, after in zip(tensors, self._versions, _versions(self._entry), strict=True):
-            if before != after and not is_copied(tensor):
-                raise modified_in_place(f"an argument or a parameter of region {self.subject.name!r}", before, after)
+        for tensor, version in self._fixed:
+            if tensor._version != version:
+                where = f"an argument or a parameter of region {self.subject.name!r}"
+                raise modified_in_place(where, version, tensor._version)
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
@@ -187,7 +201,7 @@ class Rerun:
                 prints[_storage(tensor)] = storage_fingerprint(tensor)
             self._expected[cell.index] = Geometry.of(tensor), prints[_storage(tensor)]
             cell.drop((), self)
-        entrance.hold()
+        entrance.hold({_storage(tensor) for tensor in call.tensors if is_plain(tensor)})
         call.close()
 
     def restore(self, cell: Cell) -> torch.Tensor:
@@ -264,8 +278,9 @@ def is_copied(source: torch.Tensor) -> bool:
     return not isinstance(source, nn.Parameter) and source.is_leaf and source.nbytes <= SMALL_BUFFER_BYTES
 
 
-def _alias(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().requires_grad_(tensor.requires_grad)
+def _alias(tensor: torch.Tensor, like: torch.Tensor | None = None) -> torch.Tensor:
+    """Return an alias of a tensor that begins a new graph. It requires a gradient if ``like`` does, by default ``tensor``."""
+    return tensor.detach().requires_grad_((tensor if like is None else like).requires_grad)
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
