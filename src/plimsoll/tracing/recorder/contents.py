@@ -34,10 +34,13 @@ _WITH_ATTRIBUTES = frozenset({"argparse", "collections", "types"})
 _NOT_OF_THE_MODEL = (
     *(sys.stdlib_module_names - _WITH_ATTRIBUTES),
     *("torch", "numpy", "triton", "plimsoll", "deepspeed", "lightning", "pytorch_lightning", "lightning_fabric"),
+    *("wandb", "mlflow", "tensorboard", "tensorboardX", "neptune", "comet_ml", "aim", "clearml", "swanlab"),
+    *("tqdm", "rich", "loguru", "matplotlib", "pandas", "datasets", "pyarrow", "ray", "google", "grpc", "PIL"),
 )
 """Names of packages whose objects are never restored.
 
-Such objects are locks, loggers, compiled kernels, and trainers (through trainers, data sets could be reached).
+Such objects are locks, loggers (their threads write at any time, and hooks of the user often hold one), compiled kernels, and
+trainers and data sets, which may be large.
 """
 _SEQUENCES: tuple[Iterable[Any], ...] = (
     [],
