@@ -385,7 +385,7 @@ def _explained(model: nn.Module, refusal: Callable[[str, str], PlimsollError]) -
         raise _not_fakeable(model, error) from error
     except Exception as error:
         # Whatever class the model's error has: a loop may raise its own and catch it.
-        is_ours = isinstance(error, PlimsollError) and not isinstance(error, _REFUSALS)
+        is_ours = type(error).__module__.startswith("plimsoll.") and not isinstance(error, _REFUSALS)
         if is_ours or failed_in_collective(error):  # neither the batch nor the model is the cause
             raise
         frames = traceback.extract_tb(error.__traceback__)

@@ -241,9 +241,13 @@ def test_gradients_that_reentrant_checkpointing_hides_are_left_out():
     assert {each.is_gradient for each in receipt.intermediates if each.module == "blocks.0"} == {False}
 
 
+SEEN: list[object] = []
+"""A global, because verify restores what closures hold."""
+
+
 def test_selective_checkpointing_does_not_meet_the_ops_of_the_watch():
     def policy(ctx, op, *args, **kwargs):
-        seen.append(op)
+        SEEN.append(op)
         return CheckpointPolicy.PREFER_SAVE
 
     class Selective(Stack):
@@ -253,17 +257,17 @@ def test_selective_checkpointing_does_not_meet_the_ops_of_the_watch():
                 x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False, context_fn=contexts)
             return x
 
-    seen: list[object] = []
+    SEEN.clear()
     torch.manual_seed(0)
     model, batch = Selective(1), torch.randn(16, 32)
     model.blocks[0].dropout.p = 0.0
     model(batch).sum().backward()
-    own = set(seen)
-    seen.clear()
+    own = set(SEEN)
+    SEEN.clear()
     receipt = plimsoll.verify(model, batch, loss=mean_square, steps=1)
     assert receipt.verdict is ReceiptVerdict.VERIFIED
     assert receipt.compared_tensors > 0
-    assert set(seen) == own
+    assert set(SEEN) == own
 
 
 def test_curves_of_both_runs_agree_and_the_optimizer_is_left_as_it_was():
