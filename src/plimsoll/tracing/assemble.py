@@ -250,7 +250,6 @@ def _region(
     touched = [tick for tick in range(region.end, log.backward_end) if op_regions[tick] == index]
     touched += [slot.unpacked for slot in slots if slot.unpacked >= 0]
     backward = (min(touched), max(max(touched) + 1, *(slot.released for slot in slots), 0)) if touched else (-1, -1)
-    obstacle = ""
     return RegionCall(
         index=index,
         name=region.name,
@@ -259,7 +258,6 @@ def _region(
         graph=graph,
         forward=(region.start, region.end),
         backward=backward,
-        obstacle=obstacle,
         is_emptied=_is_emptied(log.tracer, region, backward[0]),
     )
 

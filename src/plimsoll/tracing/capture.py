@@ -181,7 +181,6 @@ class RegionLog:
     end: int = -1
     sequence_end: int = -1
     outputs: list[int] = field(default_factory=list)
-    value_reads: int = 0
     latest: dict[int, int] = field(default_factory=dict)
     """A mapping from the storage of each saved tensor to the value that it had when the region returned."""
     steady: frozenset[int] = frozenset()
@@ -456,7 +455,6 @@ class StepCapture:
             sequence_start=sequence_number(),
             book=self._book(),
             leaves=leaves,
-            value_reads=-tracer.value_reads,
         )
 
     def _leave(self, log: RegionLog, output: Any) -> None:
@@ -466,7 +464,6 @@ class StepCapture:
             raise self._already_checkpointed(log.name)
         log.end = tracer.tick
         log.sequence_end = sequence_number()
-        log.value_reads += tracer.value_reads
         log.outputs = [tracer.value_of(tensor) for tensor in tensors]
         log.latest = {record.storage: tracer.current.get(record.storage, -1) for record in log.book.records}
         tracer.forget_names()

@@ -163,7 +163,6 @@ class OpRecorder(TorchDispatchMode):
         self.ops: list[RecordedOp] = []
         self.current: dict[int, int] = {}
         self.suspended = False
-        self.value_reads = 0
         self.takes_functions = False
         """Whether an operator that takes functions has run so far."""
         self._current_module = current_module
@@ -225,8 +224,6 @@ class OpRecorder(TorchDispatchMode):
             for tensor in flat_tensors(args):
                 self.known(tensor)
             return func(*args, **kwargs)
-        if signature.is_value_read:
-            self.value_reads += 1
         return self.record(func, args, kwargs, signature)
 
     def record(
