@@ -1,4 +1,4 @@
-"""Models whose code reads values of tensors: plans that recompute everything, beside torch's checkpointing.
+"""Compares plans that recompute everything with torch's checkpointing, on models whose code reads values of tensors.
 
     PYTHONPATH=src python -m benchmarks.value_reads
     PYTHONPATH=src python -m benchmarks.value_reads --steps 30 --only routed mixtral
@@ -6,7 +6,7 @@
 Three twins with the same seeds train in turns on new data in each step: without anything, with
 ``torch.utils.checkpoint`` around each block (transformers: ``gradient_checkpointing_enable``), and under a plan of strategy
 ``full``. Peaks are the highest of the last five steps, without parameters. Times are medians of the second half of the
-steps, as processor time on one thread. The first step is the one that records.
+steps, as processor time on one thread. The first step also records.
 """
 
 from __future__ import annotations

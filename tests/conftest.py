@@ -38,7 +38,7 @@ _NOT_QUICK = frozenset(
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """``--quick``: the tests of ``make quick``, which need no other ranks, compilers, frameworks or documents."""
+    """``--quick``: the tests of ``make quick``, which run on one rank, without compilers, frameworks and documents."""
     parser.addoption("--quick", action="store_true", help="only tests that take a minute and a half together")
 
 

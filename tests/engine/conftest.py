@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import gc
+from typing import Any
 
 import pytest
 import torch
+
+from plimsoll.engine import region
 
 pytest.register_assert_rewrite("contracts.harness")
 
@@ -25,3 +28,16 @@ def without_the_collector():
     gc.disable()
     yield
     gc.enable()
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Counts recorded calls."""
+    calls, record = [0], region.record_call
+
+    def counting(*args: Any) -> Any:
+        calls[0] += 1
+        return record(*args)
+
+    monkeypatch.setattr(region, "record_call", counting)
+    return calls

@@ -13,7 +13,6 @@ from torch import nn
 
 import plimsoll
 from plimsoll.artifacts.decision import Engine
-from plimsoll.engine import region
 from plimsoll.errors import ReplayMismatch
 from steps import mean_square
 
@@ -77,19 +76,6 @@ KINDS: dict[str, tuple[Act, Number]] = {
     "filling": (lambda x, t: torch.sin(x.masked_fill(x > 0, t)), share),
     "generator": (drawn, lambda step: 100 + step),
 }
-
-
-@pytest.fixture
-def recorded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Counts recorded calls."""
-    calls, record = [0], region.record_call
-
-    def counting(*args: Any) -> Any:
-        calls[0] += 1
-        return record(*args)
-
-    monkeypatch.setattr(region, "record_call", counting)
-    return calls
 
 
 def stack(act: Act, *, is_attribute: bool = False) -> nn.Sequential:

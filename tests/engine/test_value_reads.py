@@ -14,7 +14,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import plimsoll
-from plimsoll.engine import region
 from plimsoll.tracing.meters.memory import PeakMeter
 from steps import mean_square
 
@@ -170,19 +169,6 @@ def peak_bytes(model: nn.Module, step: int) -> int:
     with PeakMeter("cpu") as meter:
         gradients(model, step)
     return meter.peak_bytes
-
-
-@pytest.fixture
-def recorded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Counts recorded calls."""
-    calls, record = [0], region.record_call
-
-    def counting(*args: Any) -> Any:
-        calls[0] += 1
-        return record(*args)
-
-    monkeypatch.setattr(region, "record_call", counting)
-    return calls
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -225,7 +225,7 @@ class UpdatesAfterItsStep(Updates):
 
 
 class SecondModel(Loop):
-    """Another model is trained in the same step, after this one, by its own optimizer if there is one."""
+    """In the same step and after this model, another model is trained by an optimizer of its own."""
 
     def __init__(self, make: Callable[[], nn.Module]) -> None:
         super().__init__(make)

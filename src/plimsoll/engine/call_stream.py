@@ -65,7 +65,7 @@ _MARKS = frozenset(
 
 
 def _never(args: object, kwargs: object, result: object, known: object) -> bool:
-    """Return False for any torch call. It is the matcher of a node of the tree that has no single next call."""
+    """Return False for any torch call. This is the matcher of nodes of the tree with several next calls or none."""
     return False
 
 

@@ -92,8 +92,6 @@ def _line(known: tuple[Number, ...], values: tuple[Number, ...]) -> Callable[[Nu
     Two points suggest the line and a third one must confirm it. A line through 0 needs only two points.
     """
     points = sorted(set(zip(known, values, strict=True)))
-    if len({one for one, _ in points}) < min(len(points), 2):
-        return None
     (low, first), (high, last) = points[0], points[-1]
     factor = Fraction(last - first) / Fraction(high - low) if high != low else Fraction(0)
     constant = Fraction(first) - factor * Fraction(low)
@@ -168,7 +166,7 @@ def _call_fits(call: TorchCall, pattern: TorchCall, found: dict[int, Number]) ->
         return True
     if call.func != pattern.func or call.made != pattern.made:
         return False
-    # an argument with a name is a pair, and so is a number that was read
+    # arguments with names are pairs, like the numbers that were read
     one, other = ((each.args, each.kwargs, each.reads, each.results) for each in (call, pattern))
     return _fits(one, other, found)
 

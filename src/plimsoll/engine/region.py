@@ -363,10 +363,10 @@ class ManagedRegion:
         known = guard.program
         program: Program | None = None if known is None else known.with_numbers(guard.numbers)
         if program is None:
-            if self._is_rerun(service, opened):
-                return
-            call.keep_all()
-            self._surprise(service, guard, "" if opened.entrance is None else opened.entrance.obstacle)
+            obstacle = self._rerun(service, opened)
+            if obstacle is not None:
+                call.keep_all()
+                self._surprise(service, guard, obstacle)
             return
         plan = program.plan
         link = shared.links.find(plan, inputs)
@@ -374,27 +374,28 @@ class ManagedRegion:
         if fits:
             examiner = shared.inspector.inspect(plan, call.tensors)
             fits = program.drop(call, inputs, opened.versions, output, link, examiner)
-        if not fits and not self._is_rerun(service, opened):
+        if not fits and self._rerun(service, opened) is not None:
             call.keep_all()
             if plan.collectives:
                 raise self._fallback.refusal("this call saves other tensors than the recorded call")
             self._misfit(service)
 
-    def _is_rerun(self, service: Service, opened: _Opened) -> bool:
-        """If the region's forward may run again in backward, drop everything that a call saved. Return whether that was done.
+    def _rerun(self, service: Service, opened: _Opened) -> str | None:
+        """Drop everything that a call saved, so that backward runs its forward again. Return ``None`` if that was done.
 
-        Only regions that read values of tensors do so. In other regions a new stream means that Python state has changed, and
-        then a second run would start from the changed state.
+        Otherwise return the reason. It is "" if the region does not read values of tensors: then a new stream means that Python
+        state has changed, and a second run would start from the changed state.
         """
         entrance, program = opened.entrance, service.program
         if entrance is None or program is None or program.plan.collectives:
-            return False
-        service.may_rerun = entrance.may_run_again(opened.call, opened.guard.strangers | service.functions)
-        if not service.may_rerun:
-            return False
+            return ""
+        obstacle = entrance.obstacle(opened.call, opened.guard.strangers | service.functions)
+        service.may_rerun = not obstacle
+        if obstacle:
+            return obstacle
         Rerun(entrance, service.distrust).drop(opened.call)
         service.rerun()
-        return True
+        return None
 
     def _misfit(self, service: Service) -> None:
         """Handle a call that made a known stream of torch calls but saved other tensors than the recorded call.

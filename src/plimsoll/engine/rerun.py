@@ -1,13 +1,13 @@
 """Run a region's forward once more in backward, if a call made torch calls that were never recorded.
 
-A region that reads values of tensors may do something new in any call: a branch on data, another set of experts. Such a call
-has no recipe, and keeping everything would break the budget. So the call drops what it has made, and the first read in backward
-runs the module's own forward again. The second run starts from the random states of the first one, and everything that it
-changes (attributes, buffers, random states) is restored after it.
+A region that reads values of tensors may do something new in any call: a branch on data, another set of experts. Recipes cannot
+serve such a call, and keeping everything would break the budget. So the call drops what it has made, and the first read in
+backward runs the module's own forward again. The second run starts from the random states of the first one, and everything that
+it changes (attributes, buffers, random states) is restored after it.
 
 A second run may do something else than the first one did: it sees what the model's code has changed since. So each dropped
-tensor leaves a checksum of all its bytes, and the second run must produce the same bytes. Calls for which a second run is known
-to be wrong keep everything instead, see `Entrance.may_run_again`.
+tensor leaves a checksum of all its bytes, and the second run must produce the same bytes. Some calls keep everything instead,
+because a second run would be wrong: see `Entrance.obstacle`.
 
 Known weakness: what forward writes elsewhere (to a file, to a variable that its code does not name) it writes twice, as under
 ``torch.utils.checkpoint``.
@@ -60,7 +60,6 @@ class Entrance:
         kwargs: dict[str, Any],
     ) -> None:
         self.subject = subject
-        self.obstacle = ""
         self.arguments = (args, kwargs)
         self.random = RandomState()
         self._entry, self._reader = entry, reader
@@ -70,10 +69,8 @@ class Entrance:
         """The small buffers, each with its version and a copy of its contents. A model may write to them before backward."""
         self._fixed: list[tuple[torch.Tensor, int]] = []
         """Aliases of the tensors that must not change before backward, each with its version."""
-        device_types = {tensor.device.type for tensor in (*entry.inputs, *self.sources)} | {"cpu"}
-        self._autocast = [
-            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in sorted(device_types)
-        ]
+        kinds = {subject.device_type, "cpu"}
+        self._autocast = [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in kinds]
         self._is_cached = torch.is_autocast_cache_enabled()
 
     @property
@@ -81,15 +78,11 @@ class Entrance:
         """The parameters and buffers that exist."""
         return [source for source in self._entry.sources if source is not None]
 
-    def may_run_again(self, call: OpenCall, functions: Collection[Any]) -> bool:
-        """Return whether this call may run a second time. If not, ``obstacle`` says why. Forward has just returned.
+    def obstacle(self, call: OpenCall, functions: Collection[Any]) -> str:
+        """Return the reason why this call must not run a second time, or "" if it may. Forward has just returned.
 
-        ``functions`` are the torch functions that no recorded call has called at the same place.
+        ``functions`` are the torch functions that the call may have called.
         """
-        self.obstacle = self._find_obstacle(call, functions)
-        return not self.obstacle
-
-    def _find_obstacle(self, call: OpenCall, functions: Collection[Any]) -> str:
         leaves = tree_leaves(self.arguments)
         if not all(isinstance(leaf, _PLAIN_ARGUMENTS) or _is_plain_tensor(leaf) for leaf in leaves):
             return "an argument is neither a plain tensor nor a number nor a text"
@@ -98,7 +91,7 @@ class Entrance:
         if call.sharded or any(map(is_sharded, self.sources)):
             return "its tensors are sharded"
         if not _PARTLY_UNSET.isdisjoint(functions):
-            return "ctc_loss leaves a part of what it saves unset, which no checksum can compare"
+            return "ctc_loss saves memory that is partly unset, and a checksum cannot compare it"
         module = self.subject.module
         hooked = (inner for inner in module.modules() if inner is not module)
         if any(inner._forward_hooks or inner._forward_pre_hooks for inner in hooked):
@@ -120,16 +113,17 @@ class Entrance:
         Arguments that autograd has saved (``saved`` are the ids of their storages) must not change before backward, as
         without a plan. Other arguments are copied.
         """
-        small = [each for each in self.sources if is_copied(each)]
+
+        def taken(tensor: torch.Tensor) -> torch.Tensor:
+            own = tensor.detach() if _storage(tensor) in saved else tensor.detach().clone()
+            return own.requires_grad_(tensor.requires_grad)
+
+        small = [each for each in self.sources if _is_small_buffer(each)]
         self._buffers = [(buffer, buffer._version, buffer.detach().clone()) for buffer in small]
         inputs = [each for each in self._entry.inputs if _storage(each) in saved]
-        fixed = [each for each in self.sources if not is_copied(each)]
+        fixed = [each for each in self.sources if not _is_small_buffer(each)]
         self._fixed = [(tensor.detach(), tensor._version) for tensor in (*fixed, *inputs)]
-        self.arguments = tree_map_only(
-            torch.Tensor,
-            lambda each: _alias(each if _storage(each) in saved else each.detach().clone(), each),
-            self.arguments,
-        )
+        self.arguments = tree_map_only(torch.Tensor, taken, self.arguments)
         self._entry = self._entry._replace(sources=[], inputs=[])  # they would hold the graph that made them
 
     def refuse_changed(self) -> None:
@@ -145,7 +139,7 @@ class Entrance:
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
-        """Return a context manager in which forward runs as it did, and after which nothing has changed."""
+        """Return a context manager. Inside, forward runs as it did the first time. At the end, all state is restored."""
         now, state = RandomState(), KeptState(self.subject.module)
         changed = [
             (source.data, kept, source.detach().clone())
@@ -273,14 +267,12 @@ def _is_plain_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and is_plain(value)
 
 
-def is_copied(source: torch.Tensor) -> bool:
-    """Return whether a parameter or buffer is a small buffer."""
+def _is_small_buffer(source: torch.Tensor) -> bool:
     return not isinstance(source, nn.Parameter) and source.is_leaf and source.nbytes <= SMALL_BUFFER_BYTES
 
 
-def _alias(tensor: torch.Tensor, like: torch.Tensor | None = None) -> torch.Tensor:
-    """Return an alias of a tensor that begins a new graph. It requires a gradient if ``like`` does, by default ``tensor``."""
-    return tensor.detach().requires_grad_((tensor if like is None else like).requires_grad)
+def _alias(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:

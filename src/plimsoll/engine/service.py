@@ -88,7 +88,7 @@ class Service:
         """Whether a recorded call has read values of tensors, so that any call may make another stream."""
         self._is_distrusted = False
         self.may_rerun = True
-        """Whether no call so far was unfit to run again in backward."""
+        """Whether the last call with an unknown stream or a misfit could run again in backward."""
         self.reruns = 0
         """The number of calls with an unknown stream that backward runs again."""
 

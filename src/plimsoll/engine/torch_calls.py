@@ -213,7 +213,7 @@ def _geometry(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...], i
 
 
 def described_geometry(tensor: torch.Tensor) -> Several:
-    """Return the geometry of a tensor as part of a torch call, in which numbers can be `Unknown`."""
+    """Return the geometry of a tensor in the form of an argument of a torch call. Its numbers can be made `Unknown`."""
     sizes, strides, offset = geometry(tensor)
     parts = [Several(tuple, tuple([Constant(int, number) for number in numbers])) for numbers in (sizes, strides)]
     return Several(tuple, (*parts, Constant(int, offset)))

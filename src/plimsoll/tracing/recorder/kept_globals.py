@@ -25,7 +25,7 @@ def globals_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
         (function.__globals__, name, function.__globals__[name])
         for function in functions
         for name in function.__code__.co_names
-        if _is_variable(function.__globals__.get(name))
+        if name in function.__globals__ and not isinstance(function.__globals__[name], ModuleType | FunctionType | type)
     ]
     held = SimpleNamespace(values=[*functions, *(value for _, _, value in variables)])
     with arguments_kept(held):
@@ -35,10 +35,6 @@ def globals_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
             for table, name, value in variables:
                 if table.get(name) is not value:
                     table[name] = value
-
-
-def _is_variable(value: Any) -> bool:
-    return value is not None and not isinstance(value, ModuleType | FunctionType | type)
 
 
 def _functions_of(modules: Iterable[nn.Module]) -> list[FunctionType]:

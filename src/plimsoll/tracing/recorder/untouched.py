@@ -170,12 +170,9 @@ class KeptState:
     def __init__(self, model: nn.Module, copy: Callable[[torch.Tensor], torch.Tensor] = torch.clone) -> None:
         own = list(model.modules())
         trained = set(map(id, model.parameters()))
-        hidden, values = _reached([value for module in own for value in held_by(module)], own, trained)
-        self._classes = KeptClasses([*own, *hidden, *(value for value in values.values() if is_holder(value))])
-        self._modules = [KeptModules(model), *(KeptModules(each, frozenset()) for each in hidden)]
-        # A weight that `parametrize.cached` keeps from a trial step would belong to the trial's graph.
+        hidden, self._classes, values = _reached([value for module in own for value in held_by(module)], own, trained)
+        self._modules = (KeptModules(model), KeptModules(nn.ModuleList(hidden), frozenset()))
         self._parametrized = dict(parametrized_tensors())
-        parametrized_tensors().clear()
         self._tables = [vars(module) for module in (*own, *hidden)]
         self._contents = KeptValues([*values.values(), *own, *hidden])
         parameters = [each for module in hidden for each in module._parameters.values() if each is not None]
@@ -195,7 +192,8 @@ class KeptState:
         parametrized_tensors().update(self._parametrized)
         for modules in self._modules:
             modules.put_back()
-        self._classes.put_back()
+        for classes in self._classes:
+            classes.put_back()
         self._contents.put_back()
         for parameter, gradient in self._gradients:
             if gradient_of(parameter) is not gradient:
@@ -206,6 +204,8 @@ class KeptState:
         """Replace the iterators that the model holds, so that a trial step cannot advance them. `put_back` restores the
         originals.
         """
+        # A weight that `parametrize.cached` keeps from a trial step would belong to the trial's graph.
+        parametrized_tensors().clear()
         self._contents.lend(*self._tables)
 
 
@@ -263,8 +263,8 @@ def arguments_kept(call: Any) -> Iterator[None]:
     """
     leaves = tree_leaves(call)
     arguments = set(map(id, leaves))
-    modules, values = _reached(leaves, (), set())
-    structures = [KeptModules(each, frozenset()) for each in modules]
+    modules, _, values = _reached(leaves, (), set())
+    structure = KeptModules(nn.ModuleList(modules), frozenset())
     kept = KeptValues([*values.values(), *modules])
     found = (each for key, each in values.items() if key not in arguments and not isinstance(each, nn.Parameter))
     buffers = (each for module in modules for each in module._buffers.values() if each is not None)
@@ -273,8 +273,7 @@ def arguments_kept(call: Any) -> Iterator[None]:
         kept.lend()
         yield
     finally:
-        for structure in structures:
-            structure.put_back()
+        structure.put_back()
         kept.put_back()
         tensors.put_back()
 
@@ -302,20 +301,21 @@ def _is_kept(value: Any) -> TypeGuard[torch.Tensor]:
 
 def _reached(
     held: Iterable[Any], known: Iterable[nn.Module], trained: Collection[int]
-) -> tuple[list[nn.Module], dict[int, Any]]:
-    """Return the modules that can be reached from some objects, and all values that can be reached.
+) -> tuple[list[nn.Module], list[KeptClasses], dict[int, Any]]:
+    """Return the modules that can be reached from some objects, the data of their classes, and all values that can be reached.
 
     ``known`` modules are not returned. The state of an optimizer counts if it trains none of the parameters ``trained``, which
     are given by ``id``. The values are a mapping from ``id`` to value.
     """
     modules: list[nn.Module] = []
+    classes: list[KeptClasses] = []
     values: dict[int, Any] = {}
     seen, pending = {id(module) for module in known}, list(known)
     held = list(held)
     while True:
         found = with_contents(held, attributes_as_well=True)
-        classes = KeptClasses([*pending, *(value for value in found.values() if is_holder(value))])
-        found |= with_contents(classes.values, attributes_as_well=True)
+        classes.append(KeptClasses([*pending, *(value for value in found.values() if is_holder(value))]))
+        found |= with_contents(classes[-1].values, attributes_as_well=True)
         for value in list(found.values()):
             if isinstance(value, Optimizer) and "param_groups" in vars(value):
                 own = {id(parameter) for group in value.param_groups for parameter in group["params"]}
@@ -325,7 +325,7 @@ def _reached(
         inner = (each for value in found.values() if isinstance(value, nn.Module) for each in value.modules())
         pending = list({id(each): each for each in inner if id(each) not in seen}.values())
         if not pending:
-            return modules, values
+            return modules, classes, values
         modules += pending
         seen.update(map(id, pending))
         held = [value for module in pending for value in held_by(module)]
