@@ -19,11 +19,21 @@ SETTLED = 10
 """After so many calls at most no rank needs to know more."""
 
 
+def _said_beside_overruns(rank: dict[str, Any]) -> list[str]:
+    """Return what a rank said, without the overruns that it did have.
+
+    gloo's threads release the buffers of collectives when they are done with them, so a busy machine
+    can hold a step a few KiB over its budget. Such a step has to be said, and is no fault of the plan.
+    """
+    is_over = rank["peak"] > rank["budget"]
+    return [said for said in rank["said"] if not (is_over and "a training step took" in said)]
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_every_rank_keeps_to_its_budget_with_the_unmanaged_gradients_and_a_plan_for_each_batch(told: Told, name: str):
     for rank in (each[name] for each in told):
         assert rank["is_equal"]
-        # Buffers of collectives in a step are let go of by gloo's threads, whenever they are done.
+        # The tolerance is for buffers of collectives, see `_said_beside_overruns`.
         assert rank["peak"] <= rank["budget"] * (1.0 if name.startswith("ddp") else 1.05)
         assert rank["peak"] <= rank["budget"] or rank["said"]
         steady = list(zip(rank["rows"], rank["signatures"], strict=True))[SETTLED:]
@@ -36,7 +46,7 @@ def test_ranks_that_have_settled_exchange_nothing(told: Told, name: str):
         assert not any(rank["exchanges"][16 if name in ("gradients wait", "later") else SETTLED :])
         # A gathered buffer that gloo's threads hold a moment longer is one more number that a further trace has to confirm.
         assert rank["traces"] <= 4 + (name == "tensor parallel")
-        assert name == "later" or rank["peak"] > rank["budget"] or rank["said"] == []
+        assert name == "later" or _said_beside_overruns(rank) == []
 
 
 @pytest.mark.parametrize("name", ["ddp, other counts", "ddp, room"])
@@ -55,8 +65,10 @@ def test_short_batches_keep_everything_and_long_ones_do_not(told: Told, name: st
 def test_a_rank_that_meets_a_new_shape_alone_takes_the_lowest_peak_and_says_so(told: Told):
     first, second = (rank["later"] for rank in told)
     assert (first["exchanges"][7], second["exchanges"][7]) == (0, 1)
-    assert first["said"] == []
-    assert ["the memory that a batch of f32[384x16] needs is unknown" in said for said in second["said"]] == [True]
+    assert _said_beside_overruns(first) == []
+    assert [
+        "the memory that a batch of f32[384x16] needs is unknown" in said for said in _said_beside_overruns(second)
+    ] == [True]
     assert second["dropped"][7] > second["dropped"][6]
 
 
