@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import plimsoll
+from plimsoll.artifacts.decision import Engine
 from plimsoll.tracing.meters.memory import PeakMeter
 from steps import mean_square
 
@@ -203,3 +204,82 @@ def test_a_budget_is_kept_in_every_step_by_a_model_that_reads_values(kind: str):
             assert all(map(torch.equal, expected[step], gradients(model, step))), step
         for step in range(8, 12):
             assert own_bytes + peak_bytes(model, step) <= budget_bytes
+
+
+def leaving_early(block: Reader, x: torch.Tensor) -> torch.Tensor:
+    return x * 0.9 + block.norm.bias if x.detach()[0, 0].item() > 0 else x + block.wide(x)
+
+
+def short_rows() -> torch.Tensor:
+    """A batch that makes every block leave early."""
+    rows = rows_of(99)
+    rows[0, 0] = 1.0
+    return rows
+
+
+@pytest.mark.parametrize("strategy", ["full", "auto"])
+def test_a_region_that_left_early_in_the_planned_step_drops_what_it_saves_on_its_long_way(strategy: str):
+    torch.manual_seed(0)
+    plain = Readers(leaving_early)
+    model, checkpointed = copy.deepcopy(plain), copy.deepcopy(plain)
+    checkpointed.is_checkpointed = True
+    plan = plimsoll.plan(model, short_rows(), loss=mean_square, strategy="full")
+    if strategy == "auto":  # there is room for dropping on the long way, but not for keeping
+        own_bytes = 2 * sum(parameter.nbytes for parameter in model.parameters())  # with gradients
+        budget_bytes = own_bytes + round(1.1 * max(peak_bytes(checkpointed, step) for step in range(STEPS)))
+        plan = plimsoll.plan(model, short_rows(), budget_bytes, loss=mean_square)
+    assert not any(region.dropped for region in plan.regions)
+    with plimsoll.apply(model, plan) as handle, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        # This test's loop holds copies of gradients, which count in a step.
+        warnings.filterwarnings("ignore", message="plimsoll: a training step took")
+        for step in range(STEPS):
+            assert all(map(torch.equal, gradients(plain, step), gradients(model, step))), step
+        for step in range(STEPS, STEPS + 3):
+            assert peak_bytes(model, step) <= MORE_THAN_CHECKPOINT * peak_bytes(checkpointed, step)
+        assert {outcome.streams for outcome in handle.outcomes()} == {2}
+
+
+def test_a_region_keeps_what_the_plan_does_not_know_if_the_budget_has_room_for_it():
+    torch.manual_seed(0)
+    model = Readers(leaving_early)
+    plain_bytes = max(peak_bytes(model, step) for step in range(8))
+    plan = plimsoll.plan(model, short_rows(), 64 * plain_bytes, loss=mean_square)
+    with plimsoll.apply(model, plan) as handle:
+        for step in range(8):
+            gradients(model, step)
+        assert not any(outcome.dropped_bytes for outcome in handle.outcomes())
+
+
+def test_a_region_that_saves_much_is_left_alone_if_the_budget_has_much_room():
+    plan = plimsoll.plan(Readers(branched), rows_of(99), "1GiB", loss=mean_square)
+    assert [region.is_untouched for region in plan.regions] == [True] * BLOCKS
+
+
+def test_a_plan_names_the_line_that_reads_values():
+    plan = plimsoll.plan(Readers(branched), rows_of(99), loss=mean_square, strategy="full")
+    line = branched.__code__.co_firstlineno + 2
+    assert {region.value_read for region in plan.regions} == {f"test_value_reads.py:{line}"}
+    assert f"reads values: test_value_reads.py:{line}" in plan.explain()
+    known = plimsoll.plan(Readers(lambda block, x: x + block.wide(x)), rows_of(99), loss=mean_square, strategy="full")
+    assert {region.value_read for region in known.regions} == {""}
+
+
+def test_outcomes_count_recipes_and_second_runs():
+    torch.manual_seed(0)
+    model = Readers(branched)
+    with plimsoll.attach(model, "1GiB") as handle:
+        assert handle.outcomes() == ()
+        gradients(model, 0)
+        assert {outcome.engine for outcome in handle.outcomes()} <= set(Engine)
+    plan = plimsoll.plan(model, rows_of(99), loss=mean_square, strategy="full")
+    with plimsoll.apply(model, plan) as handle:
+        for step in range(STEPS):
+            gradients(model, step)
+        assert {outcome.streams for outcome in handle.outcomes()} == {2}
+        reruns = [outcome.reruns for outcome in handle.outcomes()]
+        says = [
+            f"and its forward again in {count} calls" in outcome.how
+            for outcome, count in zip(handle.outcomes(), reruns, strict=True)
+        ]
+        assert says == [count > 0 for count in reruns]

@@ -69,14 +69,28 @@ class RegionPlan(msgspec.Struct, frozen=True, kw_only=True):
     is_boundary_dropped: bool = False
     price_seconds_per_byte: float | None = None
     steady_inputs: tuple[str, ...] = ()
+    value_read: str = ""
+    """The first line of the model's code in this region that reads values of tensors (``moe.py:62``), or "". Calls with other
+    data may run other ops, or ops of other sizes."""
+    input_bytes: int = 0
+    """The bytes of the tensors that the region was called with."""
+    spare_bytes: int | None = 0
+    """How many bytes a call may keep in values that the plan does not know, because the code took another way than in the
+    planned step. If a call saves more, these values are dropped. ``None``: there is no limit."""
 
     def __post_init__(self) -> None:
         _refuse_twice([decision.value for decision in self.decisions], "values")
 
     @property
     def is_untouched(self) -> bool:
-        """Whether the plan keeps everything in this region, so that Plimsoll does not change it."""
-        return not self.is_boundary_dropped and all(d.decision is Decision.KEEP for d in self.decisions)
+        """Whether the plan keeps everything in this region, so that Plimsoll does not change it.
+
+        A region that reads values of tensors may save values that the plan does not know, so it is left alone only if there is
+        no limit for them.
+        """
+        if self.is_boundary_dropped or (self.value_read and self.spare_bytes is not None):
+            return False
+        return all(d.decision is Decision.KEEP for d in self.decisions)
 
     @property
     def dropped(self) -> frozenset[str]:
@@ -95,7 +109,7 @@ class RegionPlan(msgspec.Struct, frozen=True, kw_only=True):
         Such plans differ only in predictions and reasons.
         """
         packed = tuple(sorted(self.packed.items()))
-        return (self.call, self.dropped, packed, self.is_boundary_dropped, self.steady_inputs)
+        return (self.call, self.dropped, packed, self.is_boundary_dropped, self.steady_inputs, self.spare_bytes)
 
     @property
     def saved_ops(self) -> dict[str, tuple[int, ...]]:
@@ -117,6 +131,40 @@ def hiding(regions: Iterable[RegionPlan]) -> frozenset[str]:
     They are the regions that follow a region with offloaded values.
     """
     return frozenset(after.name for region, after in itertools.pairwise(regions) if region.has_offload)
+
+
+class FixedPart(msgspec.Struct, frozen=True, kw_only=True):
+    """Data: activations that every plan of this model keeps: their bytes, where they are saved, and why they cannot be
+    dropped.
+    """
+
+    where: str
+    bytes: int
+    why: str
+
+
+_ENOUGH = 0.5
+"""If plans can drop, compress or offload a smaller share of the activations, the user learns why."""
+_PARTS_SHOWN = 2
+
+
+def limits_of(activation_bytes: int, fixed: tuple[FixedPart, ...]) -> tuple[str, ...]:
+    """Return a sentence that says how much of the activations a plan can drop at most, and what every plan keeps and why.
+
+    The result is empty if a plan can drop half of the activations.
+
+    Args:
+        activation_bytes: the bytes that the step holds for backward without a plan.
+        fixed: the parts of them that every plan keeps, the largest first.
+    """
+    droppable_bytes = activation_bytes - sum(part.bytes for part in fixed)
+    if not fixed or droppable_bytes >= _ENOUGH * activation_bytes:
+        return ()
+    kept = "; ".join(f"{format_bytes(part.bytes)} in {part.where} ({part.why})" for part in fixed[:_PARTS_SHOWN])
+    return (
+        f"Plans of this model can drop at most {droppable_bytes / activation_bytes:.0%} of its activations, "
+        f"{format_bytes(droppable_bytes)} of {format_bytes(activation_bytes)}. Every plan keeps {kept}.",
+    )
 
 
 class Holder(msgspec.Struct, frozen=True, kw_only=True):
@@ -260,6 +308,10 @@ class Plan(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
     in_flight: int = 1
     """How many micro-batches are between their forward and their backward at the same time on a pipeline stage. All of them
     follow this plan."""
+    activation_bytes: int = 0
+    """The bytes that the step holds for backward at the end of forward without a plan; 0 if unknown (older plans)."""
+    fixed: tuple[FixedPart, ...] = ()
+    """The parts of ``activation_bytes`` that no plan of this model can drop, compress or offload, the largest first."""
     framework: str = "torch"
     """The framework that the plan was made for; a plan for one framework cannot be applied to functions of another."""
 
@@ -270,6 +322,11 @@ class Plan(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
     def effect(self) -> tuple[object, ...]:
         """A key for comparing plans. Two plans with equal keys do the same, and differ only in predictions and reasons."""
         return tuple((region.name, *region.effect) for region in self.regions)
+
+    @property
+    def limits(self) -> tuple[str, ...]:
+        """A sentence that says what every plan of this model keeps; empty if a plan can drop half of the activations."""
+        return limits_of(self.activation_bytes, self.fixed)
 
     @property
     def own_compilation(self) -> dict[str, bool | int | float | str | None] | None:

@@ -156,7 +156,9 @@ class RegionOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """Data: how the engine handled one call of one region (``engine``), and why (``reason``).
 
     Autograd saved ``activation_bytes`` in this call. Of these, ``droppable_bytes`` could be recomputed bit for bit, and this
-    plan recomputed ``dropped_bytes``.
+    plan recomputed ``dropped_bytes``. ``streams`` is the number of known sequences of torch calls, each with its own recipe: a
+    region whose code branches has several. ``reruns`` counts the calls with an unknown sequence whose forward ran again in
+    backward.
     """
 
     name: str
@@ -166,6 +168,16 @@ class RegionOutcome(msgspec.Struct, frozen=True, kw_only=True):
     activation_bytes: int = 0
     droppable_bytes: int = 0
     dropped_bytes: int = 0
+    streams: int = 0
+    reruns: int = 0
+
+    @property
+    def how(self) -> str:
+        """How backward gets what this region dropped, in words: by one recipe, by several, or by running forward again."""
+        if self.engine is not Engine.RECIPE:
+            return str(self.engine)
+        recipes = f"{self.streams} recipes" if self.streams > 1 else str(self.engine)
+        return f"{recipes}, and its forward again in {self.reruns} calls" if self.reruns else recipes
 
 
 class Claim(msgspec.Struct, frozen=True, kw_only=True):

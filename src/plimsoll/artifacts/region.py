@@ -50,7 +50,8 @@ class RegionOp(msgspec.Struct, frozen=True, kw_only=True):
 
     ``reads`` and ``writes`` are ids of values. An in-place op reads the old version of a storage and writes the new version.
     ``cost_key`` names the op with its shapes in ``Costs``; ``tick`` is the op's position in the traced step. ``obstacle`` is
-    empty for an op that may run again in backward; otherwise it says why the op may not.
+    empty for an op that may run again in backward; otherwise it says why the op may not, and ``line`` is the line of the
+    model's code that runs the op.
     """
 
     id: int
@@ -60,12 +61,18 @@ class RegionOp(msgspec.Struct, frozen=True, kw_only=True):
     cost_key: str
     tick: int = -1
     obstacle: str = ""
+    line: str = ""
     is_random: bool = False
 
     @property
     def is_replayable(self) -> bool:
         """Whether the op may run again in backward."""
         return not self.obstacle
+
+    @property
+    def refusal(self) -> str:
+        """A text that says why the op may not run again: its name, its obstacle, and its line in the model's code."""
+        return f"{self.name}: {self.obstacle}{f' ({self.line})' if self.line else ''}"
 
 
 class Slot(msgspec.Struct, frozen=True, kw_only=True):

@@ -128,6 +128,9 @@ class RegionCall(msgspec.Struct, frozen=True, kw_only=True):
     forward: tuple[int, int]
     backward: tuple[int, int]
     obstacle: str = ""
+    value_read: str = ""
+    """The first line of the model's code in the region that reads values of tensors (``moe.py:62``), or "". Another batch may
+    then run other ops here, or ops of other sizes."""
     is_emptied: bool = False
     """Whether parameters that the region reads are freed between its forward and its backward, as a sharded model frees
     gathered parameters. Then nothing in the region can be rebuilt before the region's own backward."""

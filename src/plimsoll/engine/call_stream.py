@@ -14,12 +14,9 @@ and inspections catch the rest (constants inside a C++ extension, data that nump
 
 from __future__ import annotations
 
-import inspect
-import os
 import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -44,9 +41,7 @@ from plimsoll.engine.torch_calls import (
     unreplaced,
 )
 from plimsoll.tracing.recorder.calling import flat_tensors
-
-_NOT_THE_USERS = ("<", f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parents[1]}{os.sep}")
-"""Prefixes of the names of files with torch's code, our code or generated code."""
+from plimsoll.tracing.recorder.user_code import line_of_user
 
 _ANSWERS = frozenset({bool, int, float, complex, str, torch.Size, torch.dtype, torch.device, torch.layout})
 """Types of results that are not tensors. A call that returns one of them only queries something, so it is not part of the
@@ -103,16 +98,6 @@ class Junction:
 def called(func: Any) -> str:
     """Return the name of a torch function, for messages."""
     return f"{resolve_name(func) or getattr(func, '__name__', func)}"
-
-
-def _line_of_user() -> str:
-    """Return the place of the user's code that is running now, as file and line, for messages. Return "" if only other code is
-    running.
-    """
-    frame = inspect.currentframe()
-    while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
-        frame = frame.f_back
-    return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 def references(tensors: Iterable[torch.Tensor | None]) -> References:
@@ -210,7 +195,7 @@ class StreamGuard(LowestMode):
                 self._place = following
                 return
         if _leaves_a_trace(func, result):
-            self._place, self.stranger, self.where = None, func, _line_of_user()
+            self._place, self.stranger, self.where = None, func, line_of_user()
             self.strangers.add(func)
 
 

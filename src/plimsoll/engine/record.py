@@ -117,13 +117,18 @@ class Recording:
     def _names_to_drop(self, plan: RegionPlan) -> frozenset[str]:
         """Return the names of the values to drop.
 
-        If the region reads values, this call may have gone another way than the planned one. Values that the plan does not know
-        are dropped then, because its peak does not contain them.
+        If the region reads values, this call may have gone another way than the planned one. The plan's peak does not contain
+        the values that the plan does not know. They are dropped if they take more bytes than the plan has to spare for them.
         """
-        if not self.reads_values:
+        if not self.reads_values or plan.spare_bytes is None:
             return plan.dropped
         known = {decision.value for decision in plan.decisions}
-        return plan.dropped | frozenset(value.name for value in self.graph.values if value.name not in known)
+        saved = {slot.value for slot in self.graph.slots if slot.is_managed}
+        unknown = [value for value in self.graph.values if value.name not in known]
+        sizes = {value.storage: value.bytes for value in unknown if value.id in saved and value.origin is Origin.OP}
+        if sum(sizes.values()) <= plan.spare_bytes:
+            return plan.dropped
+        return plan.dropped | frozenset(value.name for value in unknown)
 
     def serve(self, made: ReplayPlan, plan: RegionPlan, shared: Shared, like: Program | None = None) -> Program:
         """Return the program that carries out a replay plan (what happens to each value of the region).

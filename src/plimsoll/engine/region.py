@@ -212,6 +212,8 @@ class ManagedRegion:
                     activation_bytes=0 if plan is None else plan.activation_bytes,
                     droppable_bytes=0 if plan is None else plan.droppable_bytes,
                     dropped_bytes=0 if plan is None else plan.dropped_bytes,
+                    streams=service.streams,
+                    reruns=service.reruns,
                 )
             )
         return tuple(found)

@@ -97,6 +97,11 @@ class Service:
         """Of the known programs, the program that drops the most bytes. ``None`` if no program is known."""
         return max(self._all(), key=lambda program: program.plan.dropped_bytes, default=None)
 
+    @property
+    def streams(self) -> int:
+        """The number of known streams. Calls that differ only in open numbers have one stream."""
+        return len(self._programs) + len(self._open)
+
     def _all(self) -> list[Program]:
         return [*self._programs.values(), *(each.latest for each in self._open.values())]
 

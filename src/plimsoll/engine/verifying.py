@@ -31,8 +31,7 @@ from plimsoll.artifacts.region import Origin
 from plimsoll.engine.modes import may_change_numbers
 from plimsoll.engine.replay_rng import RandomPoints
 from plimsoll.tracing.recorder.calling import flat_tensors
-from plimsoll.tracing.recorder.collectives import masks_of
-from plimsoll.tracing.recorder.recorder import OpRecorder, RecordedOp, Signature
+from plimsoll.tracing.recorder.recorder import OpRecorder, RecordedOp, Signature, is_sized_by_values
 from plimsoll.tracing.recorder.storages import Geometry, is_plain, same_bits, storage_crc, storage_fingerprint
 from plimsoll.tracing.recorder.untouched import RandomState
 from plimsoll.tracing.torch_internals import below_autograd, without_modes, without_torch_function
@@ -106,7 +105,7 @@ class VerifyingRecorder(OpRecorder):
             value = func(*args, **kwargs)
             self.note_read(flat_tensors(args), value)
             return value
-        if signature.is_sized_by_data and (func is not torch.ops.aten.index.Tensor or masks_of(func, args)):
+        if is_sized_by_values(func, args, signature):
             self.note_size()
         if op.name in _PARTLY_UNSET:
             op.obstacle = op.obstacle or "leaves a part of its result unset"

@@ -7,10 +7,12 @@ from collections.abc import Sequence
 
 from plimsoll.artifacts.decision import Decision, Status
 from plimsoll.artifacts.plan import Plan, RegionPlan, ValueDecision
+from plimsoll.artifacts.region import Origin
 from plimsoll.planning.choice import Choice, form_error, forms_of, packing_seconds
 from plimsoll.planning.describe import category_curves, classes_at_peak, describe_peak, describe_timeline
 from plimsoll.planning.effects import held_bytes
 from plimsoll.planning.explain import compared, why_kept, worth
+from plimsoll.planning.fixed_parts import fixed_parts, held_for_backward
 from plimsoll.planning.replay_schedule import NO_OP, Schedule, build_schedule, recipe_ops
 from plimsoll.planning.simulate import Simulation, engine_seconds, is_touched
 from plimsoll.planning.step import RegionView, StepIndex, boundary_values
@@ -48,6 +50,8 @@ def decide(simulation: Simulation, prices_seconds_per_byte: Sequence[float]) -> 
                 is_boundary_dropped=bool(linked),
                 price_seconds_per_byte=float(price),
                 steady_inputs=tuple(sorted(view.graph.values[value].name for value in view.steady)),
+                value_read=view.call.value_read,
+                input_bytes=sum(value.bytes for value in view.graph.values if value.origin is Origin.INPUT),
             )
         )
     return tuple(plans)
@@ -63,7 +67,7 @@ def write_plan(simulation: Simulation, baseline: Simulation, strategy: str, regi
         region_prices: for each region, the seconds per step that one held byte costs, as for ``decide``.
     """
     trace, costs = simulation.index.trace, simulation.index.costs
-    curves = category_curves(simulation)
+    curves, held = category_curves(simulation), held_for_backward(baseline)
     return Plan(
         status=Status.FEASIBLE,
         strategy=strategy,
@@ -89,6 +93,8 @@ def write_plan(simulation: Simulation, baseline: Simulation, strategy: str, regi
         classes=classes_at_peak(simulation, curves),
         timeline=describe_timeline(simulation, curves=curves, unmanaged=baseline),
         written=trace.written,
+        activation_bytes=sum(storage.bytes for storage in held),
+        fixed=fixed_parts(baseline.index, held),
     )
 
 

@@ -25,6 +25,7 @@ from plimsoll.planning.family import S
 from plimsoll.planning.peaks import Forecast, ShapedPlan, ShapedPlans, ShapedStep
 from plimsoll.planning.replay_schedule import Unreachable
 from plimsoll.planning.solve import Planner
+from plimsoll.planning.spare_bytes import spread_bytes
 
 _MOST_KNOWN = 4096
 """The forecasts of at most this many batch shapes are cached. There can be a hundred thousand pairs of lengths."""
@@ -52,6 +53,8 @@ class Rung:
 
     plan: Plan
     shaped: ShapedPlan
+    larger_bytes: int
+    """The bytes by which the peak of another batch of the same shape may be higher, because of its values."""
 
 
 class Ladder(Generic[S]):
@@ -90,10 +93,10 @@ class Ladder(Generic[S]):
         """
         for plan in self._waiting:
             with contextlib.suppress(Unreachable):
-                self._rungs.append(Rung(plan, self.step.under(plan.regions)))
+                self._rungs.append(Rung(plan, self.step.under(plan.regions), spread_bytes(plan)))
         if self._waiting:
             if not self._rungs:
-                self._rungs.append(Rung(msgspec.structs.replace(self._waiting[0], regions=()), self.step.under(())))
+                self._rungs.append(Rung(msgspec.structs.replace(self._waiting[0], regions=()), self.step.under(()), 0))
             self._waiting = []
             self._all = ShapedPlans([rung.shaped for rung in self._rungs])
         return self._rungs
@@ -101,10 +104,13 @@ class Ladder(Generic[S]):
     def fitting(self, shape: S, room_bytes: int) -> list[tuple[Plan, Forecast]]:
         """Return a list of (plan, forecast) with the ladder's plans that fit ``room_bytes`` at a batch shape.
 
-        Only forward and backward have to fit; the optimizer's step does not count.
+        Only forward and backward have to fit; the optimizer's step does not count. If some plans fit with all batches of this
+        shape, whatever their values are, only these are returned.
         """
-        rungs = zip(self.rungs, self.at(shape), strict=True)
-        return [(rung.plan, forecast) for rung, forecast in rungs if forecast.before_optimizer_bytes <= room_bytes]
+        rungs = list(zip(self.rungs, self.at(shape), strict=True))
+        fitting = [(rung, forecast) for rung, forecast in rungs if forecast.before_optimizer_bytes <= room_bytes]
+        for_all = [each for each in fitting if each[1].before_optimizer_bytes + each[0].larger_bytes <= room_bytes]
+        return [(rung.plan, forecast) for rung, forecast in for_all or fitting]
 
     def cheapest(self, shape: S, room_bytes: int) -> tuple[Plan, Forecast] | None:
         """Return the ladder's fastest plan that fits ``room_bytes`` at this shape, with its forecast; ``None`` if no plan fits.

@@ -177,7 +177,7 @@ class _Pass:
             if not runs.any():
                 continue
             if op.obstacle:
-                raise Unreachable(op.writes[0], f"{op.name}: {op.obstacle}")
+                raise Unreachable(op.writes[0], op.refusal)
             until = np.where(is_free, self.until[writes], -1).max(axis=0)
             self.runs[op.id] = position, runs
             for value in dict.fromkeys(op.reads):

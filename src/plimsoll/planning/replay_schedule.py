@@ -124,7 +124,7 @@ def _recipe(graph: RegionGraph, targets: Iterable[int], stored: Set[int]) -> tup
             continue
         op = entries[producer]
         if op.obstacle:
-            raise Unreachable(current, f"{op.name}: {op.obstacle}")
+            raise Unreachable(current, op.refusal)
         ops.add(producer)
         pending.extend(op.reads)
     return ops, leaves

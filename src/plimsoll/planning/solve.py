@@ -37,9 +37,11 @@ from plimsoll.planning.explain import floor_error, limits_error, notes_about_for
 from plimsoll.planning.integer_program import COARSE_GAP, EXACT_GAP, FINE_GAP, SMALL_COLUMNS, ChoiceProblem, Selection
 from plimsoll.planning.pins import Override, pin_choices, pin_values
 from plimsoll.planning.simulate import Simulation, run_choices
+from plimsoll.planning.spare_bytes import spread_bytes, with_spare_bytes
 from plimsoll.planning.step import StepIndex
 from plimsoll.planning.strategies import choose_form, choose_full, choose_none, choose_selective, strategy_choices
 from plimsoll.planning.what_if import peak_with_chunked_loss
+from plimsoll.units import format_bytes
 
 TIME_LIMIT_SECONDS = 60.0
 """The solver's time limit for all programs of one planner together, in seconds. The time starts when the planner is made, and
@@ -95,6 +97,12 @@ def solve(
             raise strategy_error(strategy, budget_bytes, describe_peak(outcome.simulation), floor_bytes)
         chunked_bytes = peak_with_chunked_loss(planner.floor)
         raise floor_error(budget_bytes, describe_peak(planner.floor), excess_bytes, chunked_bytes=chunked_bytes)
+    plan = _write(planner, outcome, budget_bytes, strategy, room_bytes, started)
+    larger_bytes = spread_bytes(plan)
+    if strategy != "auto" or room_bytes is None or plan.predicted_peak_bytes + larger_bytes <= room_bytes:
+        return plan
+    # Another batch may need more than this one. Leave as much free as the lowest plan allows.
+    outcome = _optimise(planner, max(room_bytes - larger_bytes, planner.floor.peak_bytes))
     return _write(planner, outcome, budget_bytes, strategy, room_bytes, started)
 
 
@@ -183,8 +191,17 @@ def _write(
     # A named strategy does not decline any form.
     declined = notes_about_forms(simulation) if strategy == "auto" else ()
     notes = (*outcome.notes, *declined, *notes_about_peak(simulation, baseline))
+    written = write_plan(simulation, baseline, strategy, planner.region_prices(window_prices))
+    larger_bytes = spread_bytes(written)
+    if larger_bytes and room_bytes is not None:
+        notes += (
+            f"Blocks that read values of tensors saved more or less than each other. A batch with other values may need up to "
+            f"{format_bytes(larger_bytes)} more than this peak; {format_bytes(room_bytes - simulation.peak_bytes)} of the "
+            "budget are free for that.",
+        )
+    spare_bytes = 0 if room_bytes is None else max(0, room_bytes - simulation.peak_bytes)
     return msgspec.structs.replace(
-        write_plan(simulation, baseline, strategy, planner.region_prices(window_prices)),
+        with_spare_bytes(written, spare_bytes),
         status=outcome.status,
         budget_bytes=budget_bytes,
         floor_bytes=min(planner.floor.peak_bytes, simulation.peak_bytes),

@@ -32,6 +32,7 @@ from torch import nn
 
 from plimsoll.artifacts.fault import Fault
 from plimsoll.artifacts.plan import COLLECTIVES, Plan
+from plimsoll.artifacts.receipt import RegionOutcome
 from plimsoll.engine.apply import RemovedAtEnd
 from plimsoll.engine.capturing import WARM_UP, is_capturing, refuse_capture
 from plimsoll.errors import BudgetBelowFloor, InvalidBatch, PlimsollError
@@ -216,6 +217,10 @@ class Attachment(RemovedAtEnd):
         plans.
         """
         return self._work.faults
+
+    def outcomes(self) -> tuple[RegionOutcome, ...]:
+        """Return, for each region, how its calls have been served so far (see `RegionOutcome`); empty before the first plan."""
+        return self._work.outcomes()
 
     def step(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         """Run one training step and return its result. If it runs out of memory, restore the state from before the step, switch

@@ -10,6 +10,7 @@ from torch import nn
 
 from plimsoll.artifacts.fault import Fault
 from plimsoll.artifacts.plan import Plan
+from plimsoll.artifacts.receipt import RegionOutcome
 from plimsoll.engine.apply import Handle
 from plimsoll.engine.larger_calls import Listener
 from plimsoll.errors import PlanMismatch
@@ -40,6 +41,10 @@ class PlansAtWork:
         true one.
         """
         return (*self._earlier_faults, *(() if self._handle is None else self._handle.faults))
+
+    def outcomes(self) -> tuple[RegionOutcome, ...]:
+        """Return how the calls of each region have been served under the current plan; empty before the first plan."""
+        return () if self._handle is None else self._handle.outcomes()
 
     def run(self, plan: Plan) -> bool:
         """Apply a plan in place of the current one, on all ranks together. Return True if the decisions of the two plans

@@ -20,7 +20,7 @@ import copy
 import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -33,6 +33,7 @@ from plimsoll.planning.expressions import Sizes
 from plimsoll.planning.family import Family, stray_because
 from plimsoll.planning.ladder import Ladder
 from plimsoll.planning.peaks import Forecast, ShapedStep
+from plimsoll.planning.spare_bytes import with_spare_bytes
 from plimsoll.session.account import PlanRoom
 from plimsoll.session.agreement import Agreement
 from plimsoll.session.batch_shapes import Shapes, covers, standing_in
@@ -77,6 +78,22 @@ class _Steps:
         if not found and sizes not in self.traces:
             found = [each for each in self.ladders if each.step.family.knows(sizes)]
         return max(found, key=lambda each: len(each.step.family.shapes), default=None)
+
+
+class _Written(NamedTuple):
+    """Data: a plan as it was written for a batch shape, the rung (plan of the ladder) it was made from, and its forecast."""
+
+    plan: Plan
+    rung: Plan
+    forecast: Forecast
+
+    def is_for(self, rung: Plan, forecast: Forecast) -> bool:
+        """Return True if this plan was made from the rung, for this forecast."""
+        return self.rung.regions is rung.regions and self.forecast == forecast
+
+
+def _spare_bytes(plan: Plan) -> list[int | None]:
+    return [region.spare_bytes for region in plan.regions]
 
 
 class ShapePlans:
@@ -126,7 +143,7 @@ class ShapePlans:
         self._largest: Shapes | None = None
         self._current: tuple[Shapes, Forecast] | None = None
         """The shapes that a plan was last chosen for, and the forecast (peak and seconds) of that plan there."""
-        self._known: dict[Shapes, tuple[Plan, Forecast]] = {}
+        self._known: dict[Shapes, _Written] = {}
         self._refused: set[Shapes] = set()
         """Shapes that the user was already warned about: no plan fits, or they cannot be traced."""
         self._hopeless: dict[Shapes, tuple[int, BudgetBelowFloor]] = {}
@@ -154,7 +171,7 @@ class ShapePlans:
             self._room.account = self._room.account.measuring(min(self._room.account.measured_bytes(), most_bytes))
             # Keep the figures of the accepted plan. When they were written anew from the forecast, a compiled plan's predicted
             # peak was 2.7% above what its trial had measured.
-            self._known[shapes] = plan, forecast
+            self._known[shapes] = _Written(plan, plan, forecast)
 
     def knows(self, shapes: Shapes) -> bool:
         """Return True if the peaks of plans at these shapes can be predicted from the traces so far."""
@@ -401,7 +418,7 @@ class ShapePlans:
         self._room.account = free.withholding(withheld_bytes)
         plan, forecast = self._cheapest(shapes)
         self._current = (shapes, forecast)
-        signature = self._known[shapes][0].signature if shapes in self._known else plan.signature
+        signature = self._known[shapes].plan.signature if shapes in self._known else plan.signature
         return self._written(shapes, shapes, plan, forecast, lambda: signature)
 
     def current_planner(self) -> tuple[StepPlanner, int] | None:
@@ -478,10 +495,11 @@ class ShapePlans:
         which are equal to ``shapes`` or bound them.
         """
         before = self._known.get(shapes)
-        if before is None or before[0].regions is not plan.regions or before[1] != forecast:
+        granted = with_spare_bytes(plan, self._room_bytes(known) - forecast.before_optimizer_bytes)
+        if before is None or not before.is_for(plan, forecast) or _spare_bytes(before.plan) != _spare_bytes(granted):
             forecasts = self._known_ladder(known).at(_split(known)[1])
             written = msgspec.structs.replace(
-                plan,
+                granted,
                 signature=signature(),
                 budget_bytes=self._room.budget_bytes,
                 baseline_peak_bytes=max(each.peak_bytes for each in forecasts),
@@ -491,8 +509,8 @@ class ShapePlans:
             )
             if len(self._known) >= _MOST_KNOWN:
                 self._known.clear()
-            self._known[shapes] = before = (written, forecast)
-        return before[0]
+            self._known[shapes] = before = _Written(written, plan, forecast)
+        return before.plan
 
     def _ladder_of(self, shapes: Shapes) -> Ladder[Sizes] | None:
         kind, sizes = _split(shapes)

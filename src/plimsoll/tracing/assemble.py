@@ -12,6 +12,7 @@ import bisect
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import msgspec
 
@@ -258,6 +259,7 @@ def _region(
         graph=graph,
         forward=(region.start, region.end),
         backward=backward,
+        value_read=Path(region.value_read).name,
         is_emptied=_is_emptied(log.tracer, region, backward[0]),
     )
 

@@ -183,6 +183,8 @@ class RegionLog:
     outputs: list[int] = field(default_factory=list)
     latest: dict[int, int] = field(default_factory=dict)
     """A mapping from the storage of each saved tensor to the value that it had when the region returned."""
+    value_read: str = ""
+    """The first line of the user's code in the region that reads values of tensors, or ""."""
     steady: frozenset[int] = frozenset()
     """The value ids of the region's inputs that forward made and that were not written until forward ended."""
 
@@ -393,6 +395,7 @@ class StepCapture:
             raise self._already_checkpointed(name)
         place = len(self._logs)  # insert this region's log before the logs of the regions inside it
         log = self._running = self._enter(name, module, args, kwargs)
+        reads = len(self.tracer.value_reads)
         try:
             with log.book.entered():
                 output = original(*args, **kwargs)
@@ -401,6 +404,7 @@ class StepCapture:
                 raise RefusesHooks(name) from error
             raise
         self._running = outer
+        log.value_read = next(iter(self.tracer.value_reads[reads:]), "")
         self._leave(log, output)
         self._logs.insert(place, log)
         self._progress(0.5 * min(1.0, len(self._logs) / len(self._regions)))

@@ -23,8 +23,9 @@ from plimsoll.tracing.meters.workspaces import WorkspaceMeter
 from plimsoll.tracing.recorder.calling import Call, call_tensors, flat_tensors
 from plimsoll.tracing.recorder.collectives import WITHOUT_ALIASES
 from plimsoll.tracing.recorder.opkey import cost_key, dtype_name, op_spec
-from plimsoll.tracing.recorder.recorder import OpRecorder, RecordedOp, RecordedValue, Signature
+from plimsoll.tracing.recorder.recorder import OpRecorder, RecordedOp, RecordedValue, Signature, reads_values
 from plimsoll.tracing.recorder.storages import is_plain
+from plimsoll.tracing.recorder.user_code import line_of_user
 from plimsoll.tracing.refusals import refuse_nested
 from plimsoll.tracing.torch_internals import current_autograd_node, is_storage_gone
 from plimsoll.tracing.zero import shape_of
@@ -79,6 +80,8 @@ class StepTracer(OpRecorder):
         self.phase = phase
         self.contexts: list[OpContext] = []
         self.specs: dict[str, OpSpec] = {}
+        self.value_reads: list[str] = []
+        """The lines of the user's code that read values of tensors, in the order of running."""
         self.timings: dict[str, list[float]] = {}
         self.born: dict[int, int] = {}
         self.dies: dict[int, int] = {}
@@ -156,6 +159,8 @@ class StepTracer(OpRecorder):
         self._before_op()
         if signature.written_positions:
             self._note_writes(args, kwargs, signature)
+        if reads_values(op.func, args, signature):
+            self.value_reads.append(line_of_user())
         self.note_deaths()
         key = op.cost_key
         if self._clock is None:
@@ -206,6 +211,8 @@ class StepTracer(OpRecorder):
         super()._close(op, out, args, kwargs, signature)
         if len(self.ops) == before:  # it only made a view
             return
+        if op.obstacle and self.phase is Phase.FORWARD:
+            op.line = line_of_user()
         if op.cost_key not in self.specs:
             self.specs[op.cost_key] = op_spec(op.func, args, kwargs, out)
         if self._clock is not None:

@@ -21,6 +21,7 @@ from plimsoll.planning.choice import Choice
 from plimsoll.planning.costing.devices import Device, find_device
 from plimsoll.planning.costing.roofline import roofline_costs
 from plimsoll.planning.describe import describe_peak
+from plimsoll.planning.fixed_parts import notes_about_plans
 from plimsoll.planning.simulate import run_choices
 from plimsoll.planning.solve import Planner
 from plimsoll.planning.step import StepIndex
@@ -123,6 +124,8 @@ class Changes:
         self._peak_bytes = self._peak(subject.trace).bytes
         self._found: list[Change] = []
         self._unsupported: list[Unsupported] = []
+        self.notes: tuple[str, ...] = ()
+        """Sentences about what plans of this model keep and which regions read values of tensors."""
 
     def ranked(self) -> tuple[tuple[Change, ...], tuple[Unsupported, ...]]:
         """Try all changes, and return them with their peaks, the largest reduction of the peak first.
@@ -278,6 +281,7 @@ class Changes:
             self._cannot_tell("another strategy", error.found)
             return
         planner = Planner(self._step.index(trace))
+        self.notes = notes_about_plans(planner.baseline)
         head = find_head(trace)
         choose = self._subject.choose
         present = None if choose is None else tuple(choose(planner.index))

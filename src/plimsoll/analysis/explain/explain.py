@@ -307,7 +307,8 @@ def _explanation(
     notes: tuple[str, ...] = (),
 ) -> Explanation:
     trace = subject.trace
-    changes, unsupported = Changes(step, subject).ranked()
+    tried = Changes(step, subject)
+    changes, unsupported = tried.ranked()
     return Explanation(
         model=trace.model,
         fingerprint=trace.fingerprint,
@@ -327,7 +328,7 @@ def _explanation(
         changes=changes,
         unsupported=unsupported,
         timeline=seen.timeline,
-        notes=(*trace.notes, *notes),
+        notes=(*trace.notes, *notes, *tried.notes),
     )
 
 

@@ -16,7 +16,7 @@ import os
 import tempfile
 import threading
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
@@ -139,9 +139,10 @@ class BackingFile:
                 self._users -= 1
                 self._idle.notify_all()
 
-    def __del__(self) -> None:
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
+        # Bound early: at the end of the process, ``os`` may be gone before this object.
         if self._fd >= 0:
-            os.close(self._fd)
+            close(self._fd)
 
 
 def _open_unlinked(directory: str) -> int:

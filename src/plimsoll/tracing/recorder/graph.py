@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
 
@@ -86,6 +87,7 @@ def build_region_graph(
                 cost_key=op.cost_key,
                 tick=op.id,
                 obstacle=op.obstacle or obstacles.get(op.id, ""),
+                line=Path(op.line).name,
                 is_random=op.is_random,
             )
             for position, op in enumerate(ops)

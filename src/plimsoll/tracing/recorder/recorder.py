@@ -87,6 +87,8 @@ class RecordedOp:
     outputs: tuple[Ref | None, ...] = ()
     is_random: bool = False
     obstacle: str = ""
+    line: str = ""
+    """The line of the user's code that ran an op with an obstacle, or "" if it was not noted."""
     births: tuple[int, ...] = ()
     random_point: tuple[int, int] | None = None
     """For a random op that can be repeated: its generator's index, and the point in the region where the generator's state is
@@ -114,6 +116,19 @@ class Signature:
     is_collective: bool
     is_wait: bool
     is_routing: bool
+
+
+def reads_values(func: torch._ops.OpOverload, args: tuple[Any, ...], signature: Signature) -> bool:
+    """Return whether an op reads values of tensors in such a way that later calls may run other ops.
+
+    It gives a value to Python code, or the contents of its arguments decide the sizes of its results.
+    """
+    return signature.is_value_read or is_sized_by_values(func, args, signature)
+
+
+def is_sized_by_values(func: torch._ops.OpOverload, args: tuple[Any, ...], signature: Signature) -> bool:
+    """Return whether the contents of an op's arguments decide the sizes of its results. Indexing does that with masks alone."""
+    return signature.is_sized_by_data and (func is not torch.ops.aten.index.Tensor or bool(masks_of(func, args)))
 
 
 def read_schema(func: torch._ops.OpOverload) -> Signature:

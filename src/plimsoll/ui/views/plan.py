@@ -68,7 +68,7 @@ def view_plan(plan: Plan) -> Document:
             label=f"{plan.strategy}, {format_budget(plan.budget_bytes, 'no budget')}",
             origins={"costs": f"{plan.cost_source} on {plan.cost_device}"},
         ),
-        lines=[_lead(plan), plan.status.advice] if plan.status.is_usable else [plan.status.advice],
+        lines=[*plan.limits, _lead(plan), plan.status.advice] if plan.status.is_usable else [plan.status.advice],
         statement=_statement(plan),
         sections=sections,
         notes=plan.notes,
@@ -238,7 +238,8 @@ def decisions_table(plan: Plan) -> Table:
     rows = []
     for group in group_regions(plan.regions):
         if group.first.is_untouched:
-            rows.append((group.label, f"{Decision.KEEP} everything", format_bytes(group.retained_bytes), "no replay"))
+            kept = f"{Decision.KEEP} everything"
+            rows.append((group.label, kept, format_bytes(group.retained_bytes), "no replay", UNKNOWN))
         else:
             boundary = ", input dropped" if group.first.is_boundary_dropped else ""
             rows.append(
@@ -247,9 +248,15 @@ def decisions_table(plan: Plan) -> Table:
                     f"{_counted(group.first.decisions)} of {len(group.first.decisions)} values{boundary}",
                     f"{format_bytes(group.retained_bytes)} of {format_bytes(group.saved_bytes)}",
                     format_seconds(group.replay_seconds),
+                    _engine(group.first),
                 )
             )
-    return Table(header=("regions", "decision", "held until backward", "replay"), rows=rows)
+    return table_of_known(("regions", "decision", "held until backward", "replay", "rebuilt by"), rows, ())
+
+
+def _engine(region: RegionPlan) -> str:
+    """Return what rebuilds a region's dropped values in backward."""
+    return f"recipe, or its forward (reads values: {region.value_read})" if region.value_read else "recipe"
 
 
 def _counted(decisions: Sequence[ValueDecision]) -> str:

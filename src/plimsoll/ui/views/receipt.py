@@ -237,14 +237,12 @@ def _mismatches(mismatches: Sequence[Mismatch], title: str) -> Table:
 
 
 def _engines(receipt: Receipt) -> list[tuple[str, ...]]:
-    """Return one table row per engine (the method that ran a region) and reason: the regions' names and the bytes that they
-    dropped.
-    """
-    groups: dict[tuple[Engine, str], list[str]] = {}
-    dropped: Counter[tuple[Engine, str]] = Counter()
+    """Return one table row for each way to run a region and its reason: the regions' names and the bytes that they dropped."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    dropped: Counter[tuple[str, str]] = Counter()
     for region in receipt.regions:
         why = "the plan keeps everything" if region.engine is Engine.UNTOUCHED else ""
-        key = (region.engine, region.reason or why)
+        key = (region.how, region.reason or why)
         groups.setdefault(key, []).append(name_call(region.name, region.call))
         dropped[key] += region.dropped_bytes
     return [
