@@ -29,7 +29,7 @@ from benchmarks.value_reads.stack import kind_of
 from plimsoll.tracing.meters.timing import one_thread
 from plimsoll.units import MIB
 
-_KINDS = {
+KINDS = {
     kind.name: kind
     for kind in (
         *map(kind_of, (*branching.BLOCKS, *routing.BLOCKS)),
@@ -54,20 +54,19 @@ _LEGEND = (
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.value_reads", description=__doc__)
     parser.add_argument("--steps", type=int, default=30, metavar="N", help="steps of each training (default 30)")
-    parser.add_argument("--only", choices=tuple(_KINDS), nargs="+", metavar="KIND", help="some models alone")
+    parser.add_argument("--only", choices=tuple(KINDS), nargs="+", metavar="KIND", help="some models alone")
     parser.add_argument("--rows", type=Path, metavar="FILE", help="append rows as JSON; what is there is not run again")
     options = parser.parse_args()
-    known = {row.kind: row for row in _read(options.rows)}
+    known = {} if options.rows is None else {row.kind: row for row in read_rows(options.rows)}
     rows = []
     gc.freeze()  # each step collects garbage, which takes ten times as long with all objects of transformers
     with one_thread():
-        for kind in options.only or _KINDS:
-            row = known.get(kind) or compare(_KINDS[kind], options.steps)
+        for kind in options.only or KINDS:
+            row = known.get(kind) or compare(KINDS[kind], options.steps)
             rows.append(row)
             say(" | ".join(_cells(row)))
             if options.rows is not None and kind not in known:
-                with options.rows.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(dataclasses.asdict(row)) + "\n")
+                write_row(options.rows, row)
     command = f"PYTHONPATH=src python -m benchmarks.value_reads --steps {options.steps}"
     title = "Models that read values of tensors"
     print("\n".join(page_head(title, command, device=device_name(torch.device("cpu")), versions=versions())))
@@ -79,11 +78,18 @@ def main() -> int:
     return 0
 
 
-def _read(path: Path | None) -> Iterator[Row]:
-    if path is not None and path.exists():
-        for line in path.read_text(encoding="utf-8").splitlines():
-            fields = json.loads(line)
-            yield Row(**{**fields, "warnings": tuple(fields["warnings"])})
+def write_row(path: Path, row: Row) -> None:
+    """Append a row to a file, as a line of JSON."""
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(dataclasses.asdict(row)) + "\n")
+
+
+def read_rows(path: Path) -> Iterator[Row]:
+    """Read the rows of a file, which need not exist."""
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    for line in lines:
+        fields = json.loads(line)
+        yield Row(**{**fields, "warnings": tuple(fields["warnings"])})
 
 
 def _cells(row: Row) -> tuple[str, ...]:

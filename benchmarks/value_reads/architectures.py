@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 
 import torch
@@ -13,6 +12,7 @@ from benchmarks.value_reads.stack import ROWS, WIDTH, Batch, Block, Checkpointab
 
 _VOCABULARY, _TEXTS, _TOKENS = 128, 8, 64
 _LEVELS = ((16, 16), (8, 8), (4, 4))
+_OFFSETS = (0, -1, 1, -32, 32, -1024, 1024)
 _SIDE, _CHANNELS, _BOXES = 64, 64, 48
 
 
@@ -114,8 +114,8 @@ class TreeLstm(Checkpointable):
 
 
 def _trees(step: int) -> Batch:
-    source, nodes = generator(step), ROWS // 2
-    parents = [0, *(int(torch.randint(max(0, node - 24), node, (), generator=source)) for node in range(1, nodes))]
+    source, nodes = generator(step), ROWS // 4
+    parents = [0, *(int(torch.randint(node // 4, node, (), generator=source)) for node in range(1, nodes))]
     depths = [0]
     for parent in parents[1:]:
         depths.append(depths[parent] + 1)
@@ -124,16 +124,16 @@ def _trees(step: int) -> Batch:
 
 
 class _SparseLayer(nn.Module):
-    """Two convolutions over the 27 neighbours of each occupied voxel, by gather and scatter."""
+    """Two convolutions over each occupied voxel and its six neighbours, by gather and scatter."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.weights = nn.ParameterList(nn.Parameter(torch.randn(27, WIDTH, WIDTH) * 0.02) for _ in range(2))
+        self.weights = nn.ParameterList(nn.Parameter(torch.randn(7, WIDTH, WIDTH) * 0.02) for _ in range(2))
         self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2))
 
     def forward(self, x: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         moved = x
-        pairs = [self._pairs(keys, offset) for offset in itertools.product((-1, 0, 1), repeat=3)]
+        pairs = [self._pairs(keys, offset) for offset in _OFFSETS]
         for weight, norm in zip(self.weights, self.norms, strict=True):
             inner, moved = F.silu(norm(moved)), torch.zeros_like(moved)
             for matrix, (targets, sources) in zip(weight, pairs, strict=True):
@@ -141,9 +141,9 @@ class _SparseLayer(nn.Module):
                     moved = moved.index_add(0, targets, inner[sources] @ matrix)
         return x + moved
 
-    def _pairs(self, keys: torch.Tensor, offset: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    def _pairs(self, keys: torch.Tensor, offset: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the voxels that have a neighbour at ``offset``, and these neighbours. Keys are sorted."""
-        wanted = keys + (offset[0] * 32 + offset[1]) * 32 + offset[2]
+        wanted = keys + offset
         places = torch.searchsorted(keys, wanted).clamp(max=len(keys) - 1)
         targets = (keys[places] == wanted).nonzero().squeeze(1)
         return targets, places[targets]
