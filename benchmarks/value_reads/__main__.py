@@ -5,7 +5,7 @@
     PYTHONPATH=src python -m benchmarks.value_reads --rows rows.jsonl > page.md
 
 With ``--rows`` each kind is written to a file as soon as it is known, and a kind that is in the file is not run again. So a
-long run may end and go on.
+long run may be interrupted and continued. ``--print-only`` makes a page of the rows that are there.
 """
 
 from __future__ import annotations
@@ -56,12 +56,15 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=30, metavar="N", help="steps of each training (default 30)")
     parser.add_argument("--only", choices=tuple(KINDS), nargs="+", metavar="KIND", help="some models alone")
     parser.add_argument("--rows", type=Path, metavar="FILE", help="append rows as JSON; what is there is not run again")
+    parser.add_argument(
+        "--print-only", action="store_true", help="print the page of the rows that are there, and run nothing"
+    )
     options = parser.parse_args()
     known = {} if options.rows is None else {row.kind: row for row in read_rows(options.rows)}
     rows = []
     gc.freeze()  # each step collects garbage, which takes ten times as long with all objects of transformers
     with one_thread():
-        for kind in options.only or KINDS:
+        for kind in [kind for kind in options.only or KINDS if kind in known or not options.print_only]:
             row = known.get(kind) or compare(KINDS[kind], options.steps)
             rows.append(row)
             say(" | ".join(_cells(row)))
@@ -135,6 +138,8 @@ def _summary(rows: Sequence[Row], steps: int) -> list[str]:
         f"Recorded in the last five of {steps} steps": [row.kind for row in rows if row.last_recorded >= steps - 5],
         "Warned": [row.kind for row in rows if row.warnings],
     }
+    run = {row.kind for row in rows}
+    lists["Not run"] = [kind for kind in KINDS if kind not in run]
     return lines + [f"- {name}: {', '.join(kinds) or 'none'}." for name, kinds in lists.items()]
 
 
