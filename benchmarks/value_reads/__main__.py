@@ -4,7 +4,7 @@
     PYTHONPATH=src python -m benchmarks.value_reads --steps 30 --only routed Mixtral
     PYTHONPATH=src python -m benchmarks.value_reads --rows rows.jsonl > page.md
 
-With ``--rows`` each kind is written to a file as soon as it is known, and a kind that is in the file is not run again. So a
+With ``--rows`` each kind is written to a file as soon as it is known, and kinds in the file are not run again. So a
 long run may be interrupted and continued. ``--print-only`` makes a page of the rows that are there.
 """
 

@@ -275,7 +275,7 @@ class Annealed(Block):
 
 
 class MemoryBank(Block):
-    """A queue of earlier rows, to which each row attends."""
+    """Attend to a queue of earlier rows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -292,7 +292,7 @@ class MemoryBank(Block):
 
 
 class Codebook(Block):
-    """Vector quantization with running means, and codes that nobody uses drawn anew."""
+    """Vector quantization with running means, and new codes for unused ones."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The comparison with torch's checkpointing tells equal gradients from others, and goes on after a twin has failed."""
+"""The comparison with torch's checkpointing tells equal gradients from others, and continues after a twin has failed."""
 
 from __future__ import annotations
 
