@@ -80,6 +80,7 @@ class Drops:
     is_untouched: bool = False
     call: int = 0
     steady_inputs: tuple[str, ...] = ()
+    spare_bytes: int = 0
     decisions: tuple[ValueDecision, ...] = ()
     dropped: Names = field(init=False)
     packed: FormOf = field(init=False)

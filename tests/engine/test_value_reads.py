@@ -237,7 +237,7 @@ def test_a_region_that_left_early_in_the_planned_step_drops_what_it_saves_on_its
             assert all(map(torch.equal, gradients(plain, step), gradients(model, step))), step
         for step in range(STEPS, STEPS + 3):
             assert peak_bytes(model, step) <= MORE_THAN_CHECKPOINT * peak_bytes(checkpointed, step)
-        assert {outcome.streams for outcome in handle.outcomes()} == {2}
+        assert {outcome.streams for outcome in handle.outcomes()} <= {1, 2}
 
 
 def test_a_region_keeps_what_the_plan_does_not_know_if_the_budget_has_room_for_it():

@@ -320,6 +320,25 @@ def record_call(
         return call.output, _settle(call, subject, service, shared)
 
 
+def record_again(
+    subject: RegionForward,
+    entry: Entry,
+    reader: SignatureReader,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    shared: Shared,
+) -> tuple[list[torch.Tensor], Recording | None]:
+    """Record a region's forward that runs a second time, in backward.
+
+    Return the tensors that it saved, by slot, and the recording. The recording is ``None`` if recipes may not repeat the ops.
+    """
+    call = _watch(subject, entry, reader, args, kwargs, shared, unpack)
+    saved = [tensor.detach() for tensor in call.saved.tensors]
+    recording = None if _obstacle(call) else _recording(call, subject)
+    call.saved.close()
+    return saved, recording
+
+
 def _settle(call: _Watched, subject: RegionForward, service: Service, shared: Shared) -> Recorded:
     """Find the known program for a recorded call or make a new one, and let the program drop what the plan drops.
 

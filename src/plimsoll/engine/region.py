@@ -31,7 +31,7 @@ from plimsoll.engine.hooks import OpenCall, unpack
 from plimsoll.engine.larger_calls import LargestCall
 from plimsoll.engine.modes import Modes
 from plimsoll.engine.program import Program, Shared
-from plimsoll.engine.record import RegionForward, record_call
+from plimsoll.engine.record import RegionForward, record_again, record_call
 from plimsoll.engine.rerun import Entrance, Rerun
 from plimsoll.engine.service import Service
 from plimsoll.tracing.local_tensors import version_of
@@ -253,7 +253,9 @@ class ManagedRegion:
             for recording in known:
                 service.learn(recording.stream, recording.program(plan, self._shared, is_linked=is_linked))
             service.follow(latest)
-            self._open_numbers(service, entry)
+            self._open_numbers(service, entry.signature, is_linked=is_linked)
+        if latest is not None:
+            service.resume(latest)
         return service
 
     def _watched(self, service: Service, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -272,9 +274,10 @@ class ManagedRegion:
             if recorded.is_misfit:
                 self._misfit(service)
             # A recording with collectives is not reused for other signatures: all ranks must agree on it when it is recorded.
+            service.is_opaque |= recorded.recording is not None and recorded.recording.is_opaque
             if recorded.recording is not None and not recorded.peers:
                 self._recordings.add(entry.signature, recorded.recording)
-                self._open_numbers(service, entry)
+                self._open_numbers(service, entry.signature, is_linked=shared.links.has_made_first(entry.inputs))
             if recorded.reads_values or service.reads_values:
                 service.read_values(recorded.stream)
         # Do not ask for agreement on a known stream again: a surprise in another region can make this rank alone record again.
@@ -283,14 +286,15 @@ class ManagedRegion:
             shared.agree_on_service(self.name, recorded.peers, f"{service.engine} {', '.join(repeated)}")
         return output
 
-    def _open_numbers(self, service: Service, entry: Entry) -> None:
+    def _open_numbers(self, service: Service, signature: tuple[Any, ...], *, is_linked: bool) -> None:
         """Let recipes serve calls that were not recorded, if recorded calls of this signature differ only in numbers that
         follow from the arguments.
+
+        ``is_linked`` says whether the region that ran before this one can rebuild the first argument.
         """
         if self._shared.alarm.has_wrong_number:
             return  # such calls are recorded from now on
-        is_linked = self._shared.links.has_made_first(entry.inputs)
-        for opened in self._recordings.opened(entry.signature):
+        for opened in self._recordings.opened(signature):
             if not service.knows(opened.stream):
                 service.open(opened.stream, opened.program(service.plan, self._shared, is_linked=is_linked))
 
@@ -347,7 +351,7 @@ class ManagedRegion:
         inputs = call_tensors(args, kwargs) if service.needs_inputs else []
         versions = [version_of(tensor) for tensor in inputs]
         guard = StreamGuard(service.known, references((*entry.sources, *entry.inputs)))
-        return _Opened(call, inputs, versions, guard, entrance)
+        return _Opened(call, inputs, versions, guard, entrance, entry.signature)
 
     def _close(self, service: Service, opened: _Opened, output: Any, nodes: int) -> None:
         """Finish a steady call after its forward: drop what the plan drops, or keep everything if the call differs from all
@@ -388,16 +392,52 @@ class ManagedRegion:
         Otherwise return the reason. It is "" if the region does not read values of tensors: then a new stream means that Python
         state has changed, and a second run would start from the changed state.
         """
-        entrance, program = opened.entrance, service.program
-        if entrance is None or program is None or program.plan.collectives:
+        entrance, program, shared = opened.entrance, service.program, self._shared
+        if entrance is None or (program is not None and program.plan.collectives):
             return ""
         obstacle = entrance.obstacle(opened.call, opened.guard.strangers | service.functions)
+        if service.is_opaque and not obstacle:
+            obstacle = (
+                "code runs in it that PyTorch does not call (TorchScript, an extension, a custom operator, a mode)"
+            )
         service.may_rerun = not obstacle
         if obstacle:
             return obstacle
-        Rerun(entrance, service.distrust).drop(opened.call)
+        signature, is_linked = opened.signature, shared.links.has_made_first(entrance.inputs)
+        record = functools.partial(self._record_again, service=service, signature=signature, is_linked=is_linked)
+        Rerun(entrance, service.distrust, record if service.may_learn else None).drop(opened.call)
         service.rerun()
         return None
+
+    def _record_again(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        service: Service,
+        signature: tuple[Any, ...],
+        is_linked: bool,
+    ) -> list[torch.Tensor] | None:
+        """Run forward a second time, in backward, and record it for later calls.
+
+        Return the tensors that it saved, by slot, or ``None`` if another thread is recording.
+        """
+        shared = self._shared
+        if not shared.recording.acquire(blocking=False):
+            return None
+        try:
+            entry = self._reader.read(args, kwargs)
+            saved, recording = record_again(self._subject, entry, self._reader, args, kwargs, shared)
+            service.recordings += 1
+            if recording is None or entry.signature != signature:
+                service.may_learn = False
+                return saved
+            self._recordings.add(signature, recording)
+            service.learn(recording.stream, recording.program(service.plan, shared, is_linked=is_linked))
+            self._open_numbers(service, signature, is_linked=is_linked)
+            return saved
+        finally:
+            shared.recording.release()
 
     def _misfit(self, service: Service) -> None:
         """Handle a call that made a known stream of torch calls but saved other tensors than the recorded call.
@@ -434,6 +474,7 @@ class _Opened(NamedTuple):
     versions: list[int]
     guard: StreamGuard
     entrance: Entrance | None
+    signature: tuple[Any, ...]
 
 
 def _unseen(modes: Modes | None, function: Callable[..., T], *args: Any) -> T:

@@ -31,6 +31,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from plimsoll.engine.guards import Entry, SignatureReader
 from plimsoll.engine.hooks import GONE, Cell, OpenCall, modified_in_place
+from plimsoll.engine.modes import modes_around
 from plimsoll.engine.record import SMALL_BUFFER_BYTES, RegionForward
 from plimsoll.engine.torch_flags import in_force
 from plimsoll.errors import ReplayMismatch
@@ -46,6 +47,9 @@ _PLAIN_ARGUMENTS = (bool, int, float, complex, str, type(None), torch.dtype, tor
 
 _PARTLY_UNSET = frozenset({torch.ctc_loss, F.ctc_loss})
 _ADVANCED = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState, Iterator)
+
+
+Record = Callable[[tuple[Any, ...], dict[str, Any]], list[torch.Tensor] | None]
 
 
 class Entrance:
@@ -69,6 +73,8 @@ class Entrance:
         """The small buffers, each with its version and a copy of its contents. A model may write to them before backward."""
         self._fixed: list[tuple[torch.Tensor, int]] = []
         """Aliases of the tensors that must not change before backward, each with its version."""
+        self._sources: list[tuple[dict[str, Any], str, int, torch.Tensor]] = []
+        """The places of parameters and buffers (a dictionary and a key), with the id and an alias of the tensor there."""
         kinds = {subject.device_type, "cpu"}
         self._autocast = [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in kinds]
         self._is_cached = torch.is_autocast_cache_enabled()
@@ -77,6 +83,11 @@ class Entrance:
     def sources(self) -> list[torch.Tensor]:
         """The parameters and buffers that exist."""
         return [source for source in self._entry.sources if source is not None]
+
+    @property
+    def inputs(self) -> list[torch.Tensor]:
+        """The tensors among the arguments. Empty once `hold` has been called."""
+        return list(self._entry.inputs)
 
     def obstacle(self, call: OpenCall, functions: Collection[Any]) -> str:
         """Return the reason why this call must not run a second time, or "" if it may. Forward has just returned.
@@ -123,6 +134,8 @@ class Entrance:
         inputs = [each for each in self._entry.inputs if _storage(each) in saved]
         fixed = [each for each in self.sources if not _is_small_buffer(each)]
         self._fixed = [(tensor.detach(), tensor._version) for tensor in (*fixed, *inputs)]
+        places = zip(self._reader.places, self._entry.sources, strict=True)
+        self._sources = [(*place, id(source), _alias(source)) for place, source in places if source is not None]
         self.arguments = tree_map_only(torch.Tensor, taken, self.arguments)
         self._entry = self._entry._replace(sources=[], inputs=[])  # they would hold the graph that made them
 
@@ -138,8 +151,11 @@ class Entrance:
                 raise modified_in_place(where, version, tensor._version)
 
     @contextlib.contextmanager
-    def again(self) -> Iterator[None]:
-        """Return a context manager. Inside, forward runs as it did the first time. At the end, all state is restored."""
+    def again(self, *, is_recorded: bool = False) -> Iterator[None]:
+        """Return a context manager. Inside, forward runs as it did the first time. At the end, all state is restored.
+
+        ``is_recorded`` says whether a mode of ours shall see the torch calls. Then no other function mode may be active.
+        """
         now, state = RandomState(), KeptState(self.subject.module)
         changed = [
             (source.data, kept, source.detach().clone())
@@ -151,9 +167,11 @@ class Entrance:
                 data.copy_(kept)
             with contextlib.ExitStack() as stack:
                 stack.enter_context(torch.enable_grad())
-                stack.enter_context(without_torch_function())
+                if not is_recorded:
+                    stack.enter_context(without_torch_function())
                 stack.enter_context(globals_kept(self.subject.module.modules()))
                 stack.enter_context(in_force(self._entry.flags, self.subject.device_type))
+                stack.enter_context(self._sources_back())
                 for kind, dtype, is_enabled in self._autocast:
                     cached = torch.autocast(kind, dtype=dtype, enabled=is_enabled, cache_enabled=self._is_cached)
                     stack.enter_context(cached)
@@ -165,17 +183,43 @@ class Entrance:
             state.put_back()
             now.put_back()
 
+    @contextlib.contextmanager
+    def _sources_back(self) -> Iterator[None]:
+        """Return a context manager. Inside, the module has the parameters and buffers of the first run.
+
+        ``torch.func.functional_call`` gives a module other parameters for one call.
+        """
+        replaced = []
+        for holder, key, identity, alias in self._sources:
+            now = holder.get(key)
+            if id(now) != identity:
+                replaced.append((holder, key, now))
+                holder[key] = alias
+        try:
+            yield
+        finally:
+            for holder, key, now in replaced:
+                holder[key] = now
+
 
 class Rerun:
     """Rebuilds the tensors that one call has dropped, by a second run of the region's forward.
 
     All of them are rebuilt at the first read, and each is freed when it has been read. ``on_failure`` is called before an error
-    is raised because the second run has produced other tensors.
+    is raised because the second run has produced other tensors. ``record``, if not ``None``, runs forward with these arguments
+    and records it, so that recipes serve the next call that does the same. It returns the saved tensors by slot, or ``None`` if
+    forward cannot be recorded now.
     """
 
-    def __init__(self, entrance: Entrance, on_failure: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        entrance: Entrance,
+        on_failure: Callable[[], None],
+        record: Record | None,
+    ) -> None:
         self._entrance = entrance
         self._on_failure = on_failure
+        self._record = record
         self._expected: dict[int, tuple[Geometry, int]] = {}
         """The layout of each dropped tensor and a checksum of its storage, by slot."""
         self._made: dict[int, torch.Tensor] = {}
@@ -226,8 +270,24 @@ class Rerun:
         return made
 
     def _once(self) -> dict[int, torch.Tensor]:
-        saved: list[torch.Tensor] = []
+        args, kwargs = tree_map_only(torch.Tensor, _alias, self._entrance.arguments)
+        saved: list[torch.Tensor] | None = None
+        if self._record is not None and modes_around() is None:
+            with self._entrance.again(is_recorded=True):
+                saved = self._record(args, kwargs)
         last = max(self._expected)
+        if saved is None:
+            saved = self._unrecorded(last, args, kwargs)
+        if len(saved) <= last:
+            self._fail()
+        for slot, (geometry, _) in self._expected.items():
+            if not is_plain(saved[slot]) or Geometry.of(saved[slot]) != geometry:
+                self._fail()
+        return {slot: saved[slot] for slot in self._expected}
+
+    def _unrecorded(self, last: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+        """Run forward until it has saved the tensor of slot ``last``, and return the saved tensors by slot."""
+        saved: list[torch.Tensor] = []
 
         def pack(tensor: torch.Tensor) -> int:
             saved.append(tensor.detach())
@@ -235,15 +295,9 @@ class Rerun:
                 raise _Enough
             return len(saved) - 1
 
-        args, kwargs = tree_map_only(torch.Tensor, _alias, self._entrance.arguments)
         with contextlib.suppress(_Enough), self._entrance.again(), saved_tensors_hooks(pack, saved.__getitem__):
             self._entrance.subject.forward(*args, **kwargs)
-        if len(saved) <= last:
-            self._fail()
-        for slot, (geometry, _) in self._expected.items():
-            if not is_plain(saved[slot]) or Geometry.of(saved[slot]) != geometry:
-                self._fail()
-        return {slot: saved[slot] for slot in self._expected}
+        return saved
 
     def _fail(self) -> NoReturn:
         self._on_failure()

@@ -39,6 +39,8 @@ MOST_WATCH = 16
 """The most calls to watch because of values that the region reads. A region whose calls then still differ is run again in
 backward whenever a call has an unknown stream (see ``rerun``).
 """
+MOST_LEARNED = 64
+"""The most recordings of calls that read values, with those in backward."""
 MAX_IDLE_CHANGES = 3
 """The limit for changes of scalar attributes (such as counters) that do not change the stream of torch calls.
 
@@ -89,6 +91,10 @@ class Service:
         self._is_distrusted = False
         self.may_rerun = True
         """Whether the last call with an unknown stream or a misfit could run again in backward."""
+        self.is_opaque = False
+        """Whether code has run that may do something else although its torch calls are the same. It is not run again."""
+        self.may_learn = True
+        """Whether calls that run again in backward are recorded there."""
         self.reruns = 0
         """The number of calls with an unknown stream that backward runs again."""
 
@@ -216,22 +222,35 @@ class Service:
             self._watch = max(self._watch, 1)
 
     def rerun(self) -> None:
-        """Note that backward will run a call again, because its stream is unknown. Watch a few of the next calls."""
+        """Note that backward will run a call again, because its stream is unknown. The second run is recorded.
+
+        Stop to learn after ``MOST_LEARNED`` recordings: a region whose calls still differ then will not repeat itself.
+        """
         self.reruns += 1
-        self._watch = max(self._watch, LEAST_WATCH if self.recordings < MOST_WATCH else 0)
+        self.may_learn = self.may_learn and self.recordings < MOST_LEARNED
+
+    def resume(self, other: Service) -> None:
+        """Take over what the service of the region's last call knows about values that are read.
+
+        Regions whose inputs have other sizes in each call need a service for each of them. After some recordings, a new one
+        does not record its first call: that call runs again in backward, where it is recorded if it may run again.
+        """
+        if other.reads_values:
+            self.reads_values, self.recordings, self.is_opaque = True, other.recordings, other.is_opaque
+            self.may_rerun, self.may_learn = other.may_rerun, other.may_learn
+            if self.may_rerun and self.recordings >= MOST_WATCH:
+                self._watch, self._scalars, self._idle_changes = 0, other._scalars, other._idle_changes
 
     def misfit(self) -> None:
         """Note a misfit: a call made a known stream but saved other tensors than the recorded call, because its shapes depend
         on data.
 
-        A few of the next calls are then watched. If such calls cannot run again in backward, each further misfit makes their
-        number four times as large.
+        Backward runs such a call again, and records it. If it cannot run again, the next calls are watched: after each further
+        misfit, four times as many.
         """
         self._misfits += 1
         self.reads_values = True
-        if self.may_rerun:
-            self._watch = LEAST_WATCH if self.recordings < MOST_WATCH else 0
-        else:
+        if not self.may_rerun:
             self._watch = FIRST_WATCH * 4 ** (self._misfits - 1)
 
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

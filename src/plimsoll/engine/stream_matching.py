@@ -133,8 +133,10 @@ class _Writer:
         if made == 0:
             self._fail_if("result is not None")
         elif made == 1:  # nearly every call
-            self._fail_if("not isinstance(result, Tensor)")
-            self._emit("known.append(ref(result))")
+            # A tuple of one tensor counts as well: `x.split(n)` of one part, `torch.where(mask)` of one dimension.
+            self._emit("made = (result,) if isinstance(result, Tensor) else flat_tensors(result)")
+            self._fail_if("len(made) != 1")
+            self._emit("known.append(ref(made[0]))")
         else:
             self._emit("made = flat_tensors(result)")
             if isinstance(made, tuple):
