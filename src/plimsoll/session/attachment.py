@@ -687,31 +687,38 @@ class Attachment(RemovedAtEnd):
                 self._log_trial(planner, task, "a plan for the budget")
 
     def _has_room_to_try(self, traced: FirstStep, plan: Plan, task: TrainingTask | None) -> bool:
-        """Return True if a trial of the plan stays within the budget. A trial also holds two copies of the buffers, one copy of
-        the batch, and one copy of the gradients.
+        """Return True if a trial of the plan, with the copies that it makes, stays within the budget.
 
         Without a trial, the next step shows the peak of the plan, because that step is measured.
         """
-        gradient_bytes = storage_bytes(every_gradient(self.model), self._steps.device)
         taken_bytes = plan.predicted_peak_bytes + self._room.account.measured_bytes()
-        taken_bytes += self._copied_bytes(traced.planner, task) + gradient_bytes
+        taken_bytes += self._copied_bytes(traced.planner, task)
         return taken_bytes <= (traced.planner.budget_bytes or 0)
 
     def _copied_bytes(self, planner: StepPlanner, task: TrainingTask | None) -> int:
         """Return the bytes of the copies that a trial makes to restore everything later: two copies of the buffers and of the
-        parameters that the step writes, and one of the batch.
+        parameters that the step writes, one of the batch, and one of the existing gradients.
         """
         batch, device = () if task is None else output_tensors(task.call()), self._steps.device
         named = dict(inner_module(self.model).named_parameters())
         written = [named[name] for name in planner.trace.written if name in named]
-        return 2 * storage_bytes([*self.model.buffers(), *written], device) + storage_bytes(batch, device)
+        copied_once = [*batch, *every_gradient(self.model)]
+        return 2 * storage_bytes([*self.model.buffers(), *written], device) + storage_bytes(copied_once, device)
+
+    def _left_bytes(self) -> int:
+        """Return the bytes that the measured first step left behind and that a trial does not count: all but gradients."""
+        waiting_bytes = self._room.account.waiting_gradients
+        if self._traced is not None and not self._traced.accumulates:
+            trained = [each for each in every_parameter(self.model) if each.requires_grad]
+            waiting_bytes -= storage_bytes(trained, self._steps.device)  # this step made the gradients
+        return max(0, waiting_bytes)
 
     def _log_trial(self, planner: StepPlanner, task: TrainingTask, tried: str) -> None:
         """If a trial took more bytes than the budget, log that, and name the plan that was tried."""
-        taken_bytes = planner.tried_bytes + self._copied_bytes(planner, task)
+        taken_bytes = planner.tried_bytes + self._copied_bytes(planner, task) + self._left_bytes()
         budget_bytes = planner.own_budget_bytes or 0
         if planner.tried_bytes and taken_bytes > budget_bytes:
-            why = f"{tried} was run once, with copies in memory of the batch and of what the model writes"
+            why = f"{tried} was run once, with copies in memory of the batch, of gradients and of what the model writes"
             log_planning_overrun(taken_bytes, budget_bytes, why, "a larger budget leaves room for these copies")
 
     # Reactions: running
