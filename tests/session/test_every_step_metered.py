@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import re
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +17,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import plimsoll
 from metering import LiveStorages
+from plimsoll.errors import BudgetBelowFloor
 from plimsoll.session.situations import MeteredSituations, Situation
 from plimsoll.tracing.meters import allocated
 from plimsoll.units import MIB
@@ -97,6 +99,21 @@ class GradientPenalty(Loop):
             return loss
         gradients = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
         return loss + sum(gradient.square().sum() for gradient in gradients)
+
+
+class LearnsToLearn(Loop):
+    """MAML: the second forward runs at fast weights, while the graph of the first gradients waits."""
+
+    def step(self, model: Any, optimizer: torch.optim.Optimizer, number: int) -> None:
+        for _ in range(2):
+            weights = dict(model.named_parameters())
+            loss = mean_square(torch.func.functional_call(model, weights, self.batch(number)))
+            gradients = torch.autograd.grad(loss, list(weights.values()), create_graph=True)
+            fast = {
+                name: each - 0.1 * gradient for (name, each), gradient in zip(weights.items(), gradients, strict=True)
+            }
+            mean_square(torch.func.functional_call(model, fast, self.batch(number))).backward()
+        self.update(optimizer)
 
 
 class FailsOnce(Loop):
@@ -459,6 +476,25 @@ def test_what_a_loop_begins_to_hold_is_taken_off_before_the_next_step_runs(loop:
     assert all(map(torch.equal, expected.weights, found.weights))
     assert found.over in ([], [0])
     assert not found.said
+
+
+@pytest.mark.parametrize("share", [4.0, 5.5])
+def test_no_overrun_is_named_that_did_not_happen(share: float):
+    """The graph of the first gradients exists before the second forward, and goes in its backward."""
+    loop = LearnsToLearn(lambda: Stack(3, WIDTH))
+    expected, found = Run(loop), Run(loop, "attach", share)
+    assert all(map(torch.equal, expected.weights, found.weights))
+    assert not found.over
+    assert not found.said
+
+
+def test_a_loop_that_learns_to_learn_is_not_refused_above_its_unmanaged_peak():
+    loop = LearnsToLearn(lambda: Stack(3, WIDTH))
+    unmanaged = max(Run(loop).peaks)
+    with pytest.raises(BudgetBelowFloor) as refused:
+        Run(loop, "attach", 1.8)
+    (named,) = re.findall(r'budget="([\d.]+)MiB"', str(refused.value))
+    assert float(named) * MIB < unmanaged
 
 
 def test_the_second_call_of_attach_holds_no_copies_of_buffers_over_the_budget():

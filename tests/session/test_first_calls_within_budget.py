@@ -131,7 +131,9 @@ def test_a_trial_that_copies_buffers_over_the_budget_is_named(caplog: pytest.Log
 
 @pytest.mark.parametrize("share", [1.01, 1.05, 1.15, 1.4])
 @pytest.mark.parametrize("keeps_loss", [False, True])
-def test_a_micro_batch_that_exceeds_the_budget_is_named(keeps_loss: bool, share: float, caplog: pytest.LogCaptureFixture):
+def test_a_micro_batch_that_exceeds_the_budget_is_named(
+    keeps_loss: bool, share: float, caplog: pytest.LogCaptureFixture
+):
     """The second micro-batch is tried too. Then gradients are copied, and the loss may hold the perturbation before."""
     torch.manual_seed(0)
     with LiveStorages() as live:

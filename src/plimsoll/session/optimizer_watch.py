@@ -29,6 +29,9 @@ from plimsoll.tracing.zero import optimizer_inside
 _SEEN: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Optimizer]] = weakref.WeakKeyDictionary()
 """The optimizer that `optimizer_in_view` found for each model."""
 
+_PARAMETERS: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[nn.Parameter]]] = weakref.WeakKeyDictionary()
+"""The parameters that `optimized_parameters` found for each model when it held no fast weights."""
+
 _ABANDONED: list[Any] = []
 """Hooks of watches that were garbage-collected. They do nothing, and are removed when the next watch is made. They cannot be
 removed at once, because torch may be iterating over its hooks at the moment when a watch is collected.
@@ -162,9 +165,22 @@ def trains(optimizer: Optimizer, parameters: Container[int]) -> bool:
     return any(id(parameter) in parameters for group in optimizer.param_groups for parameter in group["params"])
 
 
+def optimized_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters of a model that optimizers may hold.
+
+    In ``torch.func.functional_call`` other tensors (fast weights) are in the places of parameters. Then the parameters that
+    were found before are returned: the state of an optimizer that trained a MAML loop was not counted.
+    """
+    found = every_parameter(model)
+    if all(isinstance(each, nn.Parameter) for each in found):
+        _PARAMETERS[model] = list(map(weakref.ref, found))
+        return found
+    return [each for reference in _PARAMETERS.get(model, ()) if (each := reference()) is not None] or found
+
+
 def state_bytes_of(model: nn.Module) -> int:
     """Return the bytes of state of all optimizers in this process that train a parameter of the model."""
-    parameters = frozenset(map(id, every_parameter(model)))
+    parameters = frozenset(map(id, optimized_parameters(model)))
     found = (thing for thing in instances_of(Optimizer) if "param_groups" in vars(thing))
     return sum(_state_bytes(optimizer) for optimizer in found if trains(optimizer, parameters))
 

@@ -79,8 +79,6 @@ class StepWatch:
         self.held = HeldByLoop(model, self.device)
         self._version = 0
         self._expected_error: BaseException | None = None
-        self._has_raised = False
-        """True if a forward has raised an error. The error's traceback may keep tensors alive that the forward made."""
         self._call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         """The arguments of the running training call if it is the first of its step, else None."""
         self._larger = self._late = ""
@@ -160,7 +158,6 @@ class StepWatch:
         if carried is None and self.held.bytes:
             carried = self.held.carried
         self.measured, self.running = None, MeasuredStep(self._model, args, kwargs, carried)
-        self.running.static_bytes += self.held.hidden_bytes
         if with_optimizer:
             before, after, others = self._optimizer_begins, self._optimizer_ended, self._other_optimizer_begins
             self._watch = OptimizerWatch(self._trained_now(), (), before, after, others)
@@ -345,9 +342,8 @@ class StepWatch:
         or 0 if they cannot be read.
         """
         self._version = self._versions()
-        left, self._has_raised = self.graphs.has_left or self._has_raised, False
         reading, peak_bytes = self.levels.read(), self.levels.expected_peak_bytes
-        self.held.begin(reading, args, kwargs, accumulates=accumulates, leaves_graph=left, peak_bytes=peak_bytes)
+        self.held.begin(reading, args, kwargs, accumulates=accumulates, peak_bytes=peak_bytes)
         return reading or 0
 
     def _versions(self) -> int:
@@ -367,10 +363,8 @@ class StepWatch:
         expected, self._expected_error = self._expected_error, None
         if expected is not None and output is not None:
             raise expected
-        if output is None:  # it raised
-            self._has_raised = True
-            if self.running is not None:
-                self.running.has_failed = True
+        if output is None and self.running is not None:  # it raised
+            self.running.has_failed = True
         if torch.is_grad_enabled() and module.training:
             if times_compiled() == self._compiled_before:
                 self.nodes = max(self.nodes, sequence_number() - self._first_node)
