@@ -22,6 +22,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, ParamSpec, TypeVar
@@ -377,7 +378,7 @@ class Attachment(RemovedAtEnd):
         """True if the forwards of the measured step ran under plans for different numbers of forwards."""
         self._room.account = MemoryAccount(withheld=self._room.account.withheld)
         self._held_at_plan_bytes = 0
-        """Bytes that the training loop held when the step began whose measurement plans were made from."""
+        """Bytes that the training loop held when the step that plans were made from began, or when it ended if that is more."""
         self._corrected: MemoryAccount | None = None
         """The account that counts a step's overshoot of the budget. It is used when plans are made next."""
         self._traces_left = self._ran_more_bytes = 0
@@ -613,8 +614,8 @@ class Attachment(RemovedAtEnd):
         self._tried_rest_bytes = max(self._tried_rest_bytes, planner.ranks.worst_bytes(taken.optimizer_bytes))
         # No activations are left when the optimizer steps, so no plan lowers that peak.
         if self._tried_rest_bytes > planner.budget_bytes:
-            # What the step has left behind may be freed before the next peak, so measure the next step too. A MAML loop was told
-            # to set a budget above its unmanaged peak.
+            # What the step has left behind may be freed before the next peak, so measure the next step too. A MAML loop was
+            # refused below a budget above its unmanaged peak.
             if most_bytes > floor_bytes and self._tries < _MOST_TRIES:
                 return
             raise planner.refusal(lowest, most_bytes if self._tries == 1 else self._tried_bytes, is_optimizer=True)
@@ -630,6 +631,8 @@ class Attachment(RemovedAtEnd):
             plan = msgspec.structs.replace(planner.lowest(traced.error_scale), budget_bytes=planner.budget_bytes)
         if self._has_ladder:
             self._traced = traced = dataclasses.replace(traced, planner=planner.alone())
+        # What the measured step left behind is in the account too.
+        self._held_at_plan_bytes = max(self._held_at_plan_bytes, self._steps.held.bytes)
         self._run_from_now_on(traced, plan)
         # Ranks that share one plan do not watch the device: to change the plan, they would exchange messages in every step.
         if self._has_ladder or self.agreement.size == 1:
@@ -727,7 +730,7 @@ class Attachment(RemovedAtEnd):
         taken_bytes = planner.tried_bytes + self._copied_bytes(planner, task) + self._left_bytes()
         budget_bytes = planner.own_budget_bytes or 0
         if planner.tried_bytes and taken_bytes > budget_bytes:
-            why = f"{tried} was run once, with copies in memory of the batch, of gradients and of what the model writes"
+            why = f"{tried} was run once, with copies in memory of the batch, gradients, and buffers that the model writes"
             log_planning_overrun(taken_bytes, budget_bytes, why, "a larger budget leaves room for these copies")
 
     # Reactions: running
@@ -1025,6 +1028,17 @@ class Attachment(RemovedAtEnd):
             if self.agreement.size > 1:
                 raise own from None  # other ranks wait for this one
             raise _RaisedByModel(own) from None
+        except torch.OutOfMemoryError as error:
+            # `step` restores the state from before the step and runs it again. Without it the error reaches the loop.
+            if self.agreement.size > 1 or self._retry.is_running:
+                raise
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            place = f"{frame.name} ({frame.filename}:{frame.lineno})"
+            error.add_note(
+                f"plimsoll: {type(self.model).__name__} ran out of memory in {place} while attach traced its call"
+            )
+            # The frames hold what the trace has made. The call itself needs that memory.
+            raise _RaisedByModel(error.with_traceback(None)) from None
         except BackwardFailed as error:
             if self.agreement.size > 1 or self._failed_traces == _MOST_TRIES:
                 raise

@@ -43,7 +43,8 @@ def _node_of(tensor: torch.Tensor) -> Any:
 
 
 def _saved_by(node: Any) -> Iterator[Any]:
-    for name in _names_of(type(node)):
+    kind: Any = type(node)
+    for name in _names_of(kind):
         try:
             saved = getattr(node, name)
         except RuntimeError:  # a backward has freed the list
