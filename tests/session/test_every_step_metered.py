@@ -497,6 +497,41 @@ def test_a_loop_that_learns_to_learn_is_not_refused_above_its_unmanaged_peak():
     assert float(named) * MIB < unmanaged
 
 
+def with_lbfgs(budget: int | None) -> tuple[list[int], list[torch.Tensor]]:
+    """The peak of every step, and the weights after the last."""
+    torch.manual_seed(0)
+    with LiveStorages() as live:
+        model = Stack(3, WIDTH)
+        optimizer = torch.optim.LBFGS(model.parameters(), 0.1, max_iter=3, history_size=3)
+        handle = None if budget is None else plimsoll.attach(model, budget, optimizer=optimizer)
+        for number in range(STEPS):
+            batch = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(number))
+
+            def closure(batch: torch.Tensor = batch) -> torch.Tensor:
+                optimizer.zero_grad()
+                loss = mean_square(model(batch))
+                loss.backward()
+                return loss
+
+            live.begin()
+            optimizer.step(closure)
+        if handle is not None:
+            handle.remove()
+    return live.peaks, [each.detach().clone() for each in model.parameters()]
+
+
+def test_vectors_of_a_running_step_of_lbfgs_are_counted_once():
+    """They are planned as the optimizer's state, also while they are local variables of its step."""
+    _, expected = with_lbfgs(None)
+    with pytest.raises(BudgetBelowFloor) as refused:
+        with_lbfgs(MIB)
+    (floor, _) = re.findall(r'budget="([\d.]+)MiB"', str(refused.value))
+    budget = int(1.01 * float(floor) * MIB)
+    peaks, weights = with_lbfgs(budget)
+    assert all(map(torch.equal, expected, weights))
+    assert 0.8 * budget < max(peaks) <= budget
+
+
 def test_the_second_call_of_attach_holds_no_copies_of_buffers_over_the_budget():
     def make() -> nn.Module:
         return nn.Sequential(*(Biased(ROWS, WIDTH) for _ in range(4)))

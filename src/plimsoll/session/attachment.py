@@ -595,6 +595,7 @@ class Attachment(RemovedAtEnd):
             planner.wait_for(in_flight)
             lowest = planner.lowest(traced.error_scale)
         own = planner.own(lowest)
+        self._watch.count_running()
         self._counted.begin(self._watch, own)
         recording_bytes = planner.recording_bytes if self._tries == 1 else 0  # only the first step recorded the plan
         taken, measured_bytes = taken_beside(measured, self._watch, own, recording_bytes)

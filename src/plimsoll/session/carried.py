@@ -8,6 +8,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 
+from plimsoll.session.optimizer_watch import state_tensors
 from plimsoll.tracing.local_tensors import dense_parts
 from plimsoll.tracing.meters.memory import instances_of, live_saved_tensors, live_tensors, storage_of
 from plimsoll.tracing.recorder.calling import output_tensors
@@ -37,9 +38,7 @@ class Carried:
         A storage's address identifies it, because the weak references in `_before` prevent that its address is used again.
         """
         # Optimizer state is counted elsewhere.
-        states = (
-            output_tensors(list(each.state.values())) for each in instances_of(Optimizer) if "state" in vars(each)
-        )
+        states = (state_tensors(each) for each in instances_of(Optimizer) if "state" in vars(each))
         known = {storage_of(part) for tensors in states for tensor in tensors for part in dense_parts(tensor)}
         looks = {(tensor.shape, tensor.dtype) for tensor in output_tensors(batch)}
         saved = {storage_of(tensor) for tensor in live_saved_tensors(device.type)}

@@ -7,10 +7,14 @@ change the size of the state.
 from __future__ import annotations
 
 import gc
+import inspect
+import sys
 import weakref
 from collections.abc import Callable, Container, Iterable
+from types import FrameType
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -97,6 +101,11 @@ class OptimizerWatch:
     def bytes_now(self) -> int:
         """Bytes of optimizer state after the last step that was observed."""
         return sum(self._now.values())
+
+    def count_running(self) -> None:
+        """Count what an optimizer holds in a step that is running. Its state takes over most of it when the step ends."""
+        for optimizer in list(self._now):
+            self._now[optimizer] = max(self._now[optimizer], _state_bytes(optimizer))
 
     @property
     def bytes_after(self) -> int:
@@ -212,8 +221,33 @@ def optimizer_in_view(model: nn.Module, named: Optimizer | None = None) -> Optim
     return ours[0]
 
 
+def state_tensors(optimizer: Optimizer) -> list[torch.Tensor]:
+    """Return the tensors of an optimizer's state. If its step is running and evaluates the model, as in L-BFGS, add the tensors
+    that the step holds in local variables.
+    """
+    return [*output_tensors(list(optimizer.state.values())), *output_tensors(_locals_of_step(optimizer))]
+
+
+def _locals_of_step(optimizer: Optimizer) -> list[Any]:
+    """Return the local variables of the functions that the optimizer's running step consists of, or an empty list."""
+    module, found = type(optimizer).__module__, []
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_globals.get("__name__") == module and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+            variables = frame.f_locals
+            found += variables.values()
+            is_step = frame.f_code.co_name == "step" and variables.get("self") is optimizer
+            # Before Python 3.13 this is a copy that the frame holds. It kept three vectors of L-BFGS alive until the step ended.
+            if isinstance(variables, dict):
+                variables.clear()
+            if is_step:
+                return found
+        frame = frame.f_back
+    return []
+
+
 def _state_bytes(optimizer: Optimizer) -> int:
-    tensors = output_tensors(list(optimizer.state.values()))
+    tensors = state_tensors(optimizer)
     devices = {parameter.device for group in optimizer.param_groups for parameter in group["params"]}
     devices = devices or {tensor.device for tensor in tensors}  # ZeRO-3's optimizer has parameters only while it steps
     return sum(storage_bytes(tensors, device) for device in {device.type for device in devices})
