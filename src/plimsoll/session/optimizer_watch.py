@@ -33,8 +33,8 @@ from plimsoll.tracing.zero import optimizer_inside
 _SEEN: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Optimizer]] = weakref.WeakKeyDictionary()
 """The optimizer that `optimizer_in_view` found for each model."""
 
-_PARAMETERS: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[nn.Parameter]]] = weakref.WeakKeyDictionary()
-"""The parameters that `optimized_parameters` found for each model when it held no fast weights."""
+_PARAMETERS: weakref.WeakKeyDictionary[nn.Module, frozenset[int]] = weakref.WeakKeyDictionary()
+"""The ``id`` of the parameters that `optimized_parameters` found for each model when it held no fast weights."""
 
 _ABANDONED: list[Any] = []
 """Hooks of watches that were garbage-collected. They do nothing, and are removed when the next watch is made. They cannot be
@@ -55,7 +55,8 @@ def _weakly(method: Callable[..., None]) -> Callable[..., None]:
 
 
 class OptimizerWatch:
-    """Watches optimizers that train at least one of the given parameters: their steps, and the size of their state.
+    """Watches optimizers that train at least one of the given parameters (their ``id``): their steps, and the size of their
+    state.
 
     ``on_step`` is called before the first step of such an optimizer, ``after_step`` after every step, and ``on_other_step``
     before every step of an optimizer that trains none of the parameters. None of them may remove optimizer hooks, because torch
@@ -64,13 +65,13 @@ class OptimizerWatch:
 
     def __init__(
         self,
-        parameters: Iterable[nn.Parameter],
+        parameters: Container[int],
         optimizers: Iterable[Optimizer] = (),
         on_step: Callable[[], None] | None = None,
         after_step: Callable[[], None] | None = None,
         on_other_step: Callable[[], None] | None = None,
     ) -> None:
-        self._parameters = frozenset(map(id, parameters))
+        self._parameters = parameters
         self._on_step, self._after_step, self._on_other_step = on_step, after_step, on_other_step
         self.has_stepped = False
         self.is_settled = False
@@ -174,22 +175,21 @@ def trains(optimizer: Optimizer, parameters: Container[int]) -> bool:
     return any(id(parameter) in parameters for group in optimizer.param_groups for parameter in group["params"])
 
 
-def optimized_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters of a model that optimizers may hold.
+def optimized_parameters(model: nn.Module) -> frozenset[int]:
+    """Return the ``id`` of the parameters of a model that optimizers may hold.
 
     In ``torch.func.functional_call`` other tensors (fast weights) are in the places of parameters. Then the parameters that
     were found before are returned: the state of an optimizer that trained a MAML loop was not counted.
     """
     found = every_parameter(model)
-    if all(isinstance(each, nn.Parameter) for each in found):
-        _PARAMETERS[model] = list(map(weakref.ref, found))
-        return found
-    return [each for reference in _PARAMETERS.get(model, ()) if (each := reference()) is not None] or found
+    if model not in _PARAMETERS or all(isinstance(each, nn.Parameter) for each in found):
+        _PARAMETERS[model] = frozenset(map(id, found))
+    return _PARAMETERS[model]
 
 
 def state_bytes_of(model: nn.Module) -> int:
     """Return the bytes of state of all optimizers in this process that train a parameter of the model."""
-    parameters = frozenset(map(id, optimized_parameters(model)))
+    parameters = optimized_parameters(model)
     found = (thing for thing in instances_of(Optimizer) if "param_groups" in vars(thing))
     return sum(_state_bytes(optimizer) for optimizer in found if trains(optimizer, parameters))
 
@@ -230,14 +230,15 @@ def state_tensors(optimizer: Optimizer) -> list[torch.Tensor]:
 
 def _locals_of_step(optimizer: Optimizer) -> list[Any]:
     """Return the local variables of the functions that the optimizer's running step consists of, or an empty list."""
-    module, found = type(optimizer).__module__, []
+    module = type(optimizer).__module__
+    found: list[Any] = []
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         if frame.f_globals.get("__name__") == module and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
             variables = frame.f_locals
             found += variables.values()
             is_step = frame.f_code.co_name == "step" and variables.get("self") is optimizer
-            # Before Python 3.13 this is a copy that the frame holds. It kept three vectors of L-BFGS alive until the step ended.
+            # Before Python 3.13 this is a copy that the frame holds. It kept vectors of L-BFGS alive until the step ended.
             if isinstance(variables, dict):
                 variables.clear()
             if is_step:

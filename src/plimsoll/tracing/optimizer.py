@@ -240,9 +240,9 @@ def _step_lbfgs(twin: LBFGS) -> None:
     """Do to memory what a step of L-BFGS does when its history is full. The real step is not run, because it reads numbers and
     calls the model.
 
-    ``held`` has the vectors that exist in addition to the state, also while the model is evaluated again: the flat gradient, two
-    entries that are not in the history yet, and two directions. With a line search, its start and the gradients at tried points
-    are added.
+    ``held`` has the vectors that exist in addition to the state, also while the model is evaluated again: the flat gradient,
+    two entries that are not in the history yet, and two directions. With a line search, its start and the gradients at tried
+    points are added.
     """
     (group,) = twin.param_groups
     parts = [parameter.detach().flatten() for parameter in group["params"]]
