@@ -582,3 +582,21 @@ def test_a_c_library_that_does_not_see_torchs_memory_is_not_read():
             assert allocated.allocated_bytes(CPU) is None
     finally:
         allocated._heap_reader.cache_clear()
+
+
+def test_a_model_that_cannot_be_measured_because_another_one_is_says_so():
+    """On a CPU only one meter runs. The encoder's step lasts from its forward to its next one."""
+    encoder, decoder = Stack(3, WIDTH), Stack(3, WIDTH)
+    optimizer = torch.optim.SGD([*encoder.parameters(), *decoder.parameters()], lr=1e-3)
+    with (
+        warnings.catch_warnings(record=True) as caught,
+        plimsoll.attach(encoder, 7 * MIB, optimizer=optimizer),
+        plimsoll.attach(decoder, 7 * MIB, optimizer=optimizer),
+    ):
+        warnings.simplefilter("always")
+        for _ in range(5):
+            mean_square(decoder(encoder(torch.randn(ROWS, WIDTH)))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    (said,) = [str(each.message) for each in caught if "were not measured" in str(each.message)]
+    assert "another managed model" in said

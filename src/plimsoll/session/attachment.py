@@ -598,7 +598,8 @@ class Attachment(RemovedAtEnd):
         self._watch.count_running()
         self._counted.begin(self._watch, own)
         recording_bytes = planner.recording_bytes if self._tries == 1 else 0  # only the first step recorded the plan
-        taken, measured_bytes = taken_beside(measured, self._watch, own, recording_bytes)
+        was_blocked = self._steps.was_blocked
+        taken, measured_bytes = taken_beside(measured, self._watch, own, recording_bytes, was_blocked=was_blocked)
         self._room.account = dataclasses.replace(
             self._room.account,
             optimizer_state=self._counted.bytes - planned_state_bytes(own),

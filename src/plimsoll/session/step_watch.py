@@ -88,6 +88,8 @@ class StepWatch:
         """Bytes that forward had added before the measurement began within it."""
         self.running: MeasuredStep | None = None
         self.measured: MeasuredStep | None = None
+        self.was_blocked = False
+        """True if the last measurement did not begin, because another managed model was measured."""
         self.rising = RisingPeak(self.device)
         self.risen_bytes = 0
         """On CUDA, the step's peak in bytes, without memory of other things on the device, if it exceeds all earlier peaks.
@@ -160,6 +162,7 @@ class StepWatch:
         step, self.running = self.running, None
         if step is not None:
             step.has_trained |= self.graphs.has_backward
+            self.was_blocked = step.is_blocked
             self.measured = step if step.end() else None
             if self.measured is not None:
                 rest_bytes = step.optimizer_peak_bytes

@@ -163,6 +163,12 @@ class PeakMeter:
         return self._meter.peak_bytes_without(addresses)
 
 
+def is_meter_running() -> bool:
+    """Return True if a meter measures memory on the CPU now. No other meter can be started then."""
+    found = None if _CpuMeter.running is None else _CpuMeter.running()
+    return found is not None and found.is_measuring
+
+
 def storage_bytes(tensors: Iterable[torch.Tensor], device: torch.device | str | None = None) -> int:
     """Return the bytes of this process's storages behind ``tensors``, each storage counted once.
 
@@ -214,6 +220,8 @@ def _end_profiler() -> None:
 class _CpuMeter:
     """Measures memory on the CPU: by allocator events of this thread, and by the ends of storages that existed before."""
 
+    running: ClassVar[weakref.ref[_CpuMeter] | None] = None
+    """The meter that has started the profiler last, unless it has stopped."""
     _starts: ClassVar[int] = 0
     """How often a meter has started the profiler, which exists once per process.
 
@@ -244,6 +252,7 @@ class _CpuMeter:
 
     def _run_profiler(self) -> None:
         _CpuMeter._starts += 1
+        _CpuMeter.running = weakref.ref(self)
         self._start = _CpuMeter._starts
         session = profile(use_kineto=True, profile_memory=True)
         self._activities = session.kineto_activities
@@ -262,6 +271,7 @@ class _CpuMeter:
     def stop(self) -> tuple[Window, ...]:
         atexit.unregister(_end_profiler)
         events = _disable_profiler().experimental_event_tree() if self.is_measuring else []
+        _CpuMeter.running = None
         if is_profiled():
             # our profiler has ended the user's; before torch 2.13 the user's then fails if no profiler is running
             self._run_profiler()
