@@ -54,31 +54,13 @@ def _weakly(method: Callable[..., None]) -> Callable[..., None]:
     return hook
 
 
-class OptimizerWatch:
-    """Watches optimizers that train at least one of the given parameters (their ``id``): their steps, and the size of their
-    state.
-
-    ``on_step`` is called before the first step of such an optimizer, ``after_step`` after every step, and ``on_other_step``
-    before every step of an optimizer that trains none of the parameters. None of them may remove optimizer hooks, because torch
-    is iterating over them at that moment.
+class OptimizerSteps:
+    """Calls its methods when optimizers step that train at least one of the given parameters (their ``id``), and when others
+    step. The methods may not remove optimizer hooks, because torch is iterating over them at that moment.
     """
 
-    def __init__(
-        self,
-        parameters: Container[int],
-        optimizers: Iterable[Optimizer] = (),
-        on_step: Callable[[], None] | None = None,
-        after_step: Callable[[], None] | None = None,
-        on_other_step: Callable[[], None] | None = None,
-    ) -> None:
+    def __init__(self, parameters: Container[int]) -> None:
         self._parameters = parameters
-        self._on_step, self._after_step, self._on_other_step = on_step, after_step, on_other_step
-        self.has_stepped = False
-        self.is_settled = False
-        """True if the last step did not change the size of the state."""
-        self._growth_bytes = 0
-        self._before = weakref.WeakKeyDictionary({each: _state_bytes(each) for each in optimizers})
-        self._now = weakref.WeakKeyDictionary(self._before)
         while _ABANDONED:
             _ABANDONED.pop().remove()
         # Torch keeps hooks of all optimizers forever. Weak hooks let a model be freed together with its budget.
@@ -92,6 +74,50 @@ class OptimizerWatch:
         """Remove the hooks. Calling it twice does no harm."""
         while self._hooks:
             self._hooks.pop().remove()
+
+    def _begins(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if trains(optimizer, self._parameters):
+            self._own_begins(optimizer)
+        else:
+            self._other_begins()
+
+    def _ends(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if trains(optimizer, self._parameters):
+            self._own_ended(optimizer)
+
+    def _own_begins(self, optimizer: Optimizer) -> None:
+        """Called before each step of an optimizer that trains some of the parameters."""
+
+    def _own_ended(self, optimizer: Optimizer) -> None:
+        """Called after each such step."""
+
+    def _other_begins(self) -> None:
+        """Called before each step of an optimizer that trains none of the parameters."""
+
+
+class OptimizerWatch(OptimizerSteps):
+    """Watches optimizers that train at least one of the given parameters: their steps, and the size of their state.
+
+    ``on_step`` is called before the first step of such an optimizer, ``after_step`` after every step, and ``on_other_step``
+    before every step of an optimizer that trains none of the parameters.
+    """
+
+    def __init__(
+        self,
+        parameters: Container[int],
+        optimizers: Iterable[Optimizer] = (),
+        on_step: Callable[[], None] | None = None,
+        after_step: Callable[[], None] | None = None,
+        on_other_step: Callable[[], None] | None = None,
+    ) -> None:
+        super().__init__(parameters)
+        self._on_step, self._after_step, self._on_other_step = on_step, after_step, on_other_step
+        self.has_stepped = False
+        self.is_settled = False
+        """True if the last step did not change the size of the state."""
+        self._growth_bytes = 0
+        self._before = weakref.WeakKeyDictionary({each: _state_bytes(each) for each in optimizers})
+        self._now = weakref.WeakKeyDictionary(self._before)
 
     @property
     def bytes_before(self) -> int:
@@ -115,18 +141,13 @@ class OptimizerWatch:
         """
         return self.bytes_now + self._growth_bytes
 
-    def _begins(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if not self._is_ours(optimizer):
-            if self._on_other_step is not None:
-                self._on_other_step()
-        elif not self.has_stepped:
+    def _own_begins(self, optimizer: Optimizer) -> None:
+        if not self.has_stepped:
             self._before[optimizer] = self._now[optimizer] = _state_bytes(optimizer)
             if self._on_step is not None:
                 self._on_step()
 
-    def _ends(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if not self._is_ours(optimizer):
-            return
+    def _own_ended(self, optimizer: Optimizer) -> None:
         known_bytes = self._now.get(optimizer, 0)
         self._now[optimizer] = now_bytes = _state_bytes(optimizer)
         self.is_settled = self.has_stepped and now_bytes == known_bytes
@@ -135,8 +156,9 @@ class OptimizerWatch:
         if self._after_step is not None:
             self._after_step()
 
-    def _is_ours(self, optimizer: Optimizer) -> bool:
-        return trains(optimizer, self._parameters)
+    def _other_begins(self) -> None:
+        if self._on_other_step is not None:
+            self._on_other_step()
 
 
 class CountedState:

@@ -30,6 +30,7 @@ from plimsoll.session.measured_step import (
 )
 from plimsoll.session.messages import warn_of_overrun
 from plimsoll.session.optimizer_watch import OptimizerWatch, optimized_parameters
+from plimsoll.session.risen_rest import RisenRest
 from plimsoll.session.situations import MeteredSituations, Situation
 from plimsoll.session.step_levels import StepLevels, is_more
 from plimsoll.tracing.ddp import inner_module, is_without_reduction
@@ -95,6 +96,7 @@ class StepWatch:
         """On CUDA, the step's peak in bytes, without memory of other things on the device, if it exceeds all earlier peaks.
         Otherwise 0.
         """
+        self._rest = RisenRest(model, self.rising) if self.device.type == "cuda" else None
         self.beside_bytes: int | None = None
         self.peak_bytes = 0
         """The highest peak of any step that `take_peak` has returned."""
@@ -123,7 +125,9 @@ class StepWatch:
     def remove(self) -> None:
         """Remove the hooks. Calling it twice does no harm."""
         self.stop()
-        self._watch.remove()
+        for each in (self._watch, self._rest):
+            if each is not None:
+                each.remove()
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -262,9 +266,10 @@ class StepWatch:
         self.stop()
         self.graphs.abandon()
         has_trained = self.graphs.has_backward
-        risen_bytes = self.rising.risen_to() - (self.beside_bytes or 0)
-        if has_trained and risen_bytes > self.risen_bytes:
-            self.rest_bytes = risen_bytes
+        if self._rest is not None and has_trained:
+            rest_bytes = self._rest.end() - (self.beside_bytes or 0)
+            if rest_bytes > self.risen_bytes:
+                self.rest_bytes = rest_bytes
         if has_trained:
             self.in_flight = self.graphs.most
         self.graphs.begin()
@@ -347,6 +352,8 @@ class StepWatch:
 
     def _begin_rising(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         allocated_bytes = self.rising.begin()
+        if self._rest is not None:
+            self._rest.begin()
         # Finding other memory on the device waits for the device, which a CUDA graph capture forbids.
         if allocated_bytes and self.beside_bytes is None and not is_capturing(self.device.type):
             self.beside_bytes = beside_bytes(self._model, args, kwargs, allocated_bytes)
@@ -380,6 +387,8 @@ class StepWatch:
         self.levels.backward_ended()
         self._note(AFTER_BACKWARD)
         self.risen_bytes = max(0, self.rising.risen_to() - (self.beside_bytes or 0))
+        if self._rest is not None:
+            self._rest.backward_ended()
 
 
 def _versions(parameters: list[nn.Parameter]) -> dict[int, int]:
