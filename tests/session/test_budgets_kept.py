@@ -479,7 +479,7 @@ def test_on_a_gpu_a_peak_that_rises_is_seen_without_resetting_the_counter():
     ],
 )
 def test_on_a_gpu_the_training_of_another_model_is_no_part_of_the_rest_of_a_step(events: list[str], expected: int):
-    """``own 25``: the counter stands at 25 when the model's optimizer has stepped."""
+    """``own 25``: the counter reads 25 after the step of the model's optimizer."""
     model, other = nn.Linear(2, 2), nn.Linear(2, 2)
     optimizers = {name: torch.optim.SGD(each.parameters(), lr=0.1) for name, each in (("own", model), ("other", other))}
     counter = [10]

@@ -600,3 +600,21 @@ def test_a_model_that_cannot_be_measured_because_another_one_is_says_so():
             optimizer.zero_grad()
     (said,) = [str(each.message) for each in caught if "were not measured" in str(each.message)]
     assert "another managed model" in said
+
+
+def test_an_overrun_by_what_the_loop_holds_names_it():
+    """The copies alone exceed the room that the lowest plan leaves."""
+    model = Stack(3, WIDTH)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    held = []
+    with warnings.catch_warnings(record=True) as caught, plimsoll.attach(model, 7 * MIB, optimizer=optimizer):
+        warnings.simplefilter("always")
+        for number in range(7):
+            if number == CHANGE:
+                held.append(torch.zeros(6 * MIB // 4))
+            mean_square(model(torch.randn(ROWS, WIDTH))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    said = [str(each.message) for each in caught if "a training step took" in str(each.message)]
+    assert ["the training loop holds 6.0 MiB more" in each for each in said] == [True] * len(said)
+    assert said

@@ -820,6 +820,10 @@ class Attachment(RemovedAtEnd):
             error_bytes = peak_bytes - predicted_before_optimizer(planner.own(plan))
             account = self._room.account
             self._corrected = account.measuring(max(account.measured_bytes() + over_bytes, error_bytes))
+        held_bytes = self._room.account.held_by_loop
+        if held_bytes >= over_bytes:
+            # Without these bytes the step would have kept to the budget: a model that was pruned between two steps.
+            cause = f"{cause}; since plans were made, the training loop holds {format_bytes(held_bytes)} more"
         if not is_named:
             warn_of_overrun(peak_bytes, limit_bytes, cause, next_)
 

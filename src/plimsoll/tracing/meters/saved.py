@@ -1,4 +1,4 @@
-"""Finds the tensors that existing autograd graphs have saved for their backward. Most of them have no Python object.
+"""Finds the tensors that existing autograd graphs have saved for their backward. Python does not know most of them.
 
 Every node of a graph has an attribute ``_raw_saved_...`` for each saved tensor, or for a list of them. Its ``data`` is the
 tensor itself, or the object that a pack hook has returned. Reading it runs no hook. Seen in torch 2.11 to 2.15.
@@ -14,8 +14,8 @@ import torch
 
 
 def saved_tensors(roots: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the tensors that the autograd graphs of ``roots`` have saved and not yet freed. What pack hooks have packed is
-    left out.
+    """Return the tensors that the autograd graphs of ``roots`` have saved and not yet freed. Objects that pack hooks have
+    returned are left out.
 
     Example:
         >>> rows = torch.ones(2, 3, requires_grad=True)
