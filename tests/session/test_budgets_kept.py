@@ -18,6 +18,7 @@ import plimsoll
 from metering import LiveStorages
 from plimsoll.errors import BudgetBelowFloor
 from plimsoll.session.risen_rest import RisenRest
+from plimsoll.session.step_watch import StepWatch
 from plimsoll.tracing.meters.memory import RisingPeak
 from plimsoll.tracing.torch_internals import is_profiler_on
 from plimsoll.units import KIB, MIB
@@ -506,6 +507,32 @@ def test_on_a_gpu_the_training_of_another_model_is_no_part_of_the_rest_of_a_step
                     rest.backward_ended()
             assert rest.end() == expected
         rest.remove()
+
+
+@pytest.mark.parametrize(("is_updated", "expected"), [(True, 0), (False, 40)])
+def test_on_a_gpu_a_step_is_not_blamed_for_the_model_that_is_trained_after_it(is_updated: bool, expected: int):
+    """If only gradients of the other model are needed, that is part of the step, as on a CPU."""
+    model, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    optimizer, others = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, other))
+    counter, found = [10], []
+    with (
+        mock.patch("torch.cuda.memory_allocated", return_value=0),
+        mock.patch("torch.cuda.max_memory_allocated", side_effect=lambda _: counter[0]),
+    ):
+        steps = StepWatch(model, lambda *_: None, lambda: found.append((steps.risen_bytes, steps.rest_bytes)))
+        steps.rising = RisingPeak(torch.device("cuda"))
+        steps._rest = RisenRest(model, steps.rising)  # as on a GPU
+        loss = model(torch.randn(2, 2)).sum()
+        counter[0] = 20
+        loss.backward()
+        optimizer.step()
+        counter[0] = 40
+        other(torch.randn(2, 2)).sum().backward()
+        if is_updated:
+            others.step()
+        model(torch.randn(2, 2))
+        steps.remove()
+    assert found == [(20, expected)]
 
 
 @pytest.mark.parametrize("share", [0.1, 0.5])
