@@ -25,6 +25,18 @@ class Cube(torch.autograd.Function):
         return 3 * gradient * ctx.saved_tensors[0]
 
 
+class Copy(torch.autograd.Function):
+    """Saves nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
 def shapes(root: torch.Tensor) -> list[torch.Size]:
     return [tensor.shape for tensor in saved_tensors([root])]
 
@@ -32,6 +44,7 @@ def shapes(root: torch.Tensor) -> list[torch.Size]:
 def test_what_torchs_nodes_and_the_users_functions_save_is_found_once():
     rows = torch.ones(ROWS, requires_grad=True)
     assert shapes(Cube.apply(rows.exp()).sum()) == [ROWS, ROWS]
+    assert shapes(Copy.apply(Copy.apply(rows.exp()) + 1).sum()) == [ROWS]
     assert shapes(torch.cat([rows.exp(), rows.tanh()]).sum()) == [ROWS, ROWS]
 
 

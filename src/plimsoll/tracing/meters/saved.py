@@ -7,7 +7,7 @@ tensor itself, or the object that a pack hook has returned. Reading it runs no h
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -27,7 +27,11 @@ def saved_tensors(roots: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     seen = set(left)
     while left:
         node = left.pop()
-        found += [tensor for tensor in _saved_by(node) if isinstance(tensor, torch.Tensor)]
+        saved = _saved_by(node)
+        found += [each for each in saved if isinstance(each, torch.Tensor)]
+        # A backward has freed this node, and so the nodes below it. A loop that collects its losses may have a million of them.
+        if saved and all(each is None for each in saved):
+            continue
         following = {each for each, _ in node.next_functions if each is not None} - seen
         seen |= following
         left.extend(following)
@@ -42,15 +46,18 @@ def _node_of(tensor: torch.Tensor) -> Any:
         return None
 
 
-def _saved_by(node: Any) -> Iterator[Any]:
+def _saved_by(node: Any) -> list[Any]:
+    """Return what a node has saved. An entry is ``None`` if it was freed."""
+    found = []
     kind: Any = type(node)
     for name in _names_of(kind):
         try:
             saved = getattr(node, name)
         except RuntimeError:  # a backward has freed the list
+            found.append(None)
             continue
-        for each in saved if isinstance(saved, tuple | list) else (saved,):
-            yield getattr(each, "data", None)
+        found += [getattr(each, "data", None) for each in (saved if isinstance(saved, tuple | list) else (saved,))]
+    return found
 
 
 @functools.cache
