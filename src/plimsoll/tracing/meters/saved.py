@@ -48,7 +48,7 @@ def _node_of(tensor: torch.Tensor) -> Any:
 
 def _saved_by(node: Any) -> list[Any]:
     """Return what a node has saved. An entry is ``None`` if it was freed."""
-    found = []
+    found: list[Any] = []
     kind: Any = type(node)
     for name in _names_of(kind):
         try:
