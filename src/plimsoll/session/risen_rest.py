@@ -36,7 +36,7 @@ class RisenRest(OptimizerSteps):
         self.backward_ended()
 
     def backward_ended(self) -> None:
-        """Note that a backward has ended. Later rises of the counter are no longer those of forward and backward."""
+        """Note that a backward has ended. Later rises of the counter belong to the rest of the step."""
         self._mark, self._in_step, self._around = self._rising.risen_to(), 0, 0
         self._trains_another = False
 
