@@ -17,6 +17,8 @@ from torch.optim.swa_utils import AveragedModel
 import plimsoll
 from metering import LiveStorages
 from plimsoll.errors import BudgetBelowFloor
+from plimsoll.session.risen_rest import RisenRest
+from plimsoll.session.step_watch import StepWatch
 from plimsoll.tracing.meters.memory import RisingPeak
 from plimsoll.tracing.torch_internals import is_profiler_on
 from plimsoll.units import KIB, MIB
@@ -461,6 +463,76 @@ def test_on_a_gpu_a_peak_that_rises_is_seen_without_resetting_the_counter():
     ):
         assert (peak.begin(), peak.risen_to()) == (5, 0)
         assert (peak.begin(), peak.risen_to()) == (5, 12)
+
+
+@pytest.mark.parametrize(
+    ("events", "expected"),
+    [
+        (["backward 20", "own 20", "loop 20"], 0),
+        (["backward 20", "own 25", "loop 25"], 25),
+        (["backward 20", "own 25", "loop 28"], 28),
+        (["backward 20", "other 40", "own 40", "loop 40"], 0),
+        (["backward 20", "other 40", "own 45", "loop 45"], 45),
+        (["backward 20", "own 25", "other 40", "loop 40"], 25),
+        (["backward 20", "other 40", "backward 40", "own 45", "loop 45"], 45),
+        (["backward 10", "own 10", "loop 12"], 12),
+        (["backward 10", "own 9", "loop 9"], 0),
+    ],
+)
+def test_on_a_gpu_the_training_of_another_model_is_no_part_of_the_rest_of_a_step(events: list[str], expected: int):
+    """``own 25``: the counter reads 25 after the step of the model's optimizer."""
+    model, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    optimizers = {name: torch.optim.SGD(each.parameters(), lr=0.1) for name, each in (("own", model), ("other", other))}
+    counter = [10]
+    with (
+        mock.patch("torch.cuda.memory_allocated", return_value=5),
+        mock.patch("torch.cuda.max_memory_allocated", side_effect=lambda _: counter[0]),
+    ):
+        rising = RisingPeak(torch.device("cuda"))
+        rest = RisenRest(model, rising)
+        for _ in range(2):
+            counter[0] = 10
+            rising.begin()
+            rest.begin()
+            for event in events:
+                name, reading = event.split()
+                if name == "own":
+                    raised = optimizers[name].register_step_post_hook(lambda *_, at=int(reading): counter.insert(0, at))
+                    optimizers[name].step()
+                    raised.remove()
+                counter[0] = int(reading)
+                if name == "other":  # its forward and backward have raised the counter
+                    optimizers[name].step()
+                if name == "backward":
+                    rest.backward_ended()
+            assert rest.end() == expected
+        rest.remove()
+
+
+@pytest.mark.parametrize(("is_updated", "expected"), [(True, 0), (False, 40)])
+def test_on_a_gpu_a_step_is_not_blamed_for_the_model_that_is_trained_after_it(is_updated: bool, expected: int):
+    """If only gradients of the other model are needed, that is part of the step, as on a CPU."""
+    model, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    optimizer, others = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, other))
+    counter, found = [10], []
+    with (
+        mock.patch("torch.cuda.memory_allocated", return_value=0),
+        mock.patch("torch.cuda.max_memory_allocated", side_effect=lambda _: counter[0]),
+    ):
+        steps = StepWatch(model, lambda *_: None, lambda: found.append((steps.risen_bytes, steps.rest_bytes)))
+        steps.rising = RisingPeak(torch.device("cuda"))
+        steps._rest = RisenRest(model, steps.rising)  # as on a GPU
+        loss = model(torch.randn(2, 2)).sum()
+        counter[0] = 20
+        loss.backward()
+        optimizer.step()
+        counter[0] = 40
+        other(torch.randn(2, 2)).sum().backward()
+        if is_updated:
+            others.step()
+        model(torch.randn(2, 2))
+        steps.remove()
+    assert found == [(20, expected)]
 
 
 @pytest.mark.parametrize("share", [0.1, 0.5])

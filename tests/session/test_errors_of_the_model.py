@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -76,10 +77,43 @@ def test_an_error_of_forward_leaves_random_states_and_statistics_as_without_a_bu
     assert trained(ROOMY, bad, rows) == trained(None, bad, rows)
 
 
-@pytest.mark.parametrize("kind", [Skip, StopIteration, KeyError])
+@pytest.mark.parametrize("kind", [Skip, StopIteration, KeyError, torch.OutOfMemoryError])
 def test_an_error_may_have_any_class(kind: type[Exception], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(Strict, "kind", kind)
     assert trained(ROOMY, (0, 3), lambda _: ROWS) == trained(None, (0, 3), lambda _: ROWS)
+
+
+def test_a_call_that_runs_out_of_memory_while_it_is_traced_is_as_without_a_budget_at_any_shape(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(Strict, "kind", torch.OutOfMemoryError)
+
+    def rows(number: int) -> int:
+        return ROWS + 32 * number
+
+    assert trained(ROOMY, (0, 1, 3), rows) == trained(None, (0, 1, 3), rows)
+
+
+SEEN: list[weakref.ref[torch.Tensor]] = []
+"""The inputs of a block in each call. A global, because what a closure holds is restored after a trace."""
+
+
+def test_what_a_trace_that_ran_out_of_memory_has_made_is_gone_when_the_call_runs():
+    """The call raises the error of the trace at its end, unless it fails itself."""
+    model = Strict()
+    SEEN.clear()
+
+    def hook(module: nn.Module, inputs: Any) -> None:
+        SEEN.append(weakref.ref(inputs[0]))
+        if len(SEEN) == 1:
+            raise torch.OutOfMemoryError("in the trace alone")
+        assert SEEN[0]() is None
+
+    model.blocks[2].register_forward_pre_hook(hook)
+    with plimsoll.attach(model, ROOMY), pytest.raises(torch.OutOfMemoryError, match="in the trace alone") as raised:
+        model(torch.randn(ROWS, WIDTH))
+    assert any("while attach traced its call" in note for note in raised.value.__notes__)
+    assert len(SEEN) == 2
 
 
 def dead(gradient: torch.Tensor) -> None:

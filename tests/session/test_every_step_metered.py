@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import re
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +17,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import plimsoll
 from metering import LiveStorages
+from plimsoll.errors import BudgetBelowFloor
 from plimsoll.session.situations import MeteredSituations, Situation
 from plimsoll.tracing.meters import allocated
 from plimsoll.units import MIB
@@ -97,6 +99,21 @@ class GradientPenalty(Loop):
             return loss
         gradients = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
         return loss + sum(gradient.square().sum() for gradient in gradients)
+
+
+class LearnsToLearn(Loop):
+    """MAML: the second forward runs at fast weights, while the graph of the first gradients waits."""
+
+    def step(self, model: Any, optimizer: torch.optim.Optimizer, number: int) -> None:
+        for _ in range(2):
+            weights = dict(model.named_parameters())
+            loss = mean_square(torch.func.functional_call(model, weights, self.batch(number)))
+            gradients = torch.autograd.grad(loss, list(weights.values()), create_graph=True)
+            fast = {
+                name: each - 0.1 * gradient for (name, each), gradient in zip(weights.items(), gradients, strict=True)
+            }
+            mean_square(torch.func.functional_call(model, fast, self.batch(number))).backward()
+        self.update(optimizer)
 
 
 class FailsOnce(Loop):
@@ -461,6 +478,60 @@ def test_what_a_loop_begins_to_hold_is_taken_off_before_the_next_step_runs(loop:
     assert not found.said
 
 
+@pytest.mark.parametrize("share", [4.0, 5.5])
+def test_no_overrun_is_named_that_did_not_happen(share: float):
+    """The graph of the first gradients exists before the second forward, and goes in its backward."""
+    loop = LearnsToLearn(lambda: Stack(3, WIDTH))
+    expected, found = Run(loop), Run(loop, "attach", share)
+    assert all(map(torch.equal, expected.weights, found.weights))
+    assert not found.over
+    assert not found.said
+
+
+def test_a_loop_that_learns_to_learn_is_not_refused_above_its_unmanaged_peak():
+    loop = LearnsToLearn(lambda: Stack(3, WIDTH))
+    unmanaged = max(Run(loop).peaks)
+    with pytest.raises(BudgetBelowFloor) as refused:
+        Run(loop, "attach", 1.8)
+    (named,) = re.findall(r'budget="([\d.]+)MiB"', str(refused.value))
+    assert float(named) * MIB < unmanaged
+
+
+def with_lbfgs(budget: int | None) -> tuple[list[int], list[torch.Tensor]]:
+    """The peak of every step, and the weights after the last."""
+    torch.manual_seed(0)
+    with LiveStorages() as live:
+        model = Stack(3, WIDTH)
+        optimizer = torch.optim.LBFGS(model.parameters(), 0.1, max_iter=3, history_size=3)
+        handle = None if budget is None else plimsoll.attach(model, budget, optimizer=optimizer)
+        for number in range(STEPS):
+            batch = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(number))
+
+            def closure(batch: torch.Tensor = batch) -> torch.Tensor:
+                optimizer.zero_grad()
+                loss = mean_square(model(batch))
+                loss.backward()
+                return loss
+
+            live.begin()
+            optimizer.step(closure)
+        if handle is not None:
+            handle.remove()
+    return live.peaks, [each.detach().clone() for each in model.parameters()]
+
+
+def test_vectors_of_a_running_step_of_lbfgs_are_counted_once():
+    """They are planned as the optimizer's state, also while they are local variables of its step."""
+    _, expected = with_lbfgs(None)
+    with pytest.raises(BudgetBelowFloor) as refused:
+        with_lbfgs(MIB)
+    (floor, _) = re.findall(r'budget="([\d.]+)MiB"', str(refused.value))
+    budget = int(1.01 * float(floor) * MIB)
+    peaks, weights = with_lbfgs(budget)
+    assert all(map(torch.equal, expected, weights))
+    assert 0.8 * budget < max(peaks) <= budget
+
+
 def test_the_second_call_of_attach_holds_no_copies_of_buffers_over_the_budget():
     def make() -> nn.Module:
         return nn.Sequential(*(Biased(ROWS, WIDTH) for _ in range(4)))
@@ -511,3 +582,39 @@ def test_a_c_library_that_does_not_see_torchs_memory_is_not_read():
             assert allocated.allocated_bytes(CPU) is None
     finally:
         allocated._heap_reader.cache_clear()
+
+
+def test_a_model_that_cannot_be_measured_because_another_one_is_says_so():
+    """On a CPU only one meter runs. The encoder's step lasts from its forward to its next one."""
+    encoder, decoder = Stack(3, WIDTH), Stack(3, WIDTH)
+    optimizer = torch.optim.SGD([*encoder.parameters(), *decoder.parameters()], lr=1e-3)
+    with (
+        warnings.catch_warnings(record=True) as caught,
+        plimsoll.attach(encoder, 7 * MIB, optimizer=optimizer),
+        plimsoll.attach(decoder, 7 * MIB, optimizer=optimizer),
+    ):
+        warnings.simplefilter("always")
+        for _ in range(5):
+            mean_square(decoder(encoder(torch.randn(ROWS, WIDTH)))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    (said,) = [str(each.message) for each in caught if "were not measured" in str(each.message)]
+    assert "another managed model" in said
+
+
+def test_an_overrun_by_what_the_loop_holds_names_it():
+    """The copies alone exceed the room that the lowest plan leaves."""
+    model = Stack(3, WIDTH)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    held = []
+    with warnings.catch_warnings(record=True) as caught, plimsoll.attach(model, 7 * MIB, optimizer=optimizer):
+        warnings.simplefilter("always")
+        for number in range(7):
+            if number == CHANGE:
+                held.append(torch.zeros(6 * MIB // 4))
+            mean_square(model(torch.randn(ROWS, WIDTH))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    said = [str(each.message) for each in caught if "a training step took" in str(each.message)]
+    assert ["the training loop holds 6.0 MiB more" in each for each in said] == [True] * len(said)
+    assert said

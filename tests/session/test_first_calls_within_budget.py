@@ -129,6 +129,34 @@ def test_a_trial_that_copies_buffers_over_the_budget_is_named(caplog: pytest.Log
     assert ["with copies in memory of the batch" in each.getMessage() for each in caplog.records] == [True]
 
 
+@pytest.mark.parametrize("share", [1.05, 1.4])
+@pytest.mark.parametrize("keeps_loss", [False, True])
+def test_a_micro_batch_that_exceeds_the_budget_is_named(
+    keeps_loss: bool, share: float, caplog: pytest.LogCaptureFixture
+):
+    """The second micro-batch is tried too. Then gradients are copied, and the loss may hold the perturbation before."""
+    torch.manual_seed(0)
+    with LiveStorages() as live:
+        model = Stack(5, WIDTH)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+        batch = torch.randn(1024, WIDTH)
+        free = plimsoll.plan(model, batch, loss=mean_square_of, strategy="none", optimizer=optimizer)
+        budget = int(share * (free.floor_bytes + MIB // 2))
+        with plimsoll.attach(model, budget, optimizer=optimizer):
+            noise = torch.zeros_like(batch).requires_grad_()
+            for _ in range(3):
+                loss = mean_square_of(model(batch + noise))
+                loss.backward()
+                noise = (noise + noise.grad.sign()).detach().requires_grad_()
+                if not keeps_loss:
+                    del loss
+                if not live.peaks:
+                    live.begin()
+    inputs = batch.nbytes + noise.nbytes  # they exist before the first step
+    taken = live.peaks[0] - inputs
+    assert [each for each in caplog.records if "with copies in memory" in each.getMessage()] or taken <= budget
+
+
 def in_capture(model: nn.Module, batch: Batch, around: Any) -> int:
     """What reading the graphs of compiled blocks takes."""
     args, kwargs = batch

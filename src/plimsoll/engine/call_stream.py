@@ -220,6 +220,10 @@ class StreamRecorder(LowestMode):
         self._reads: list[tuple[torch.Tensor | None, Any]] = []
         self._is_sized_by_data = False
 
+    def end(self) -> None:
+        """Drop the weak references, because `torch.utils.swap_tensors` refuses tensors that have some."""
+        self._known.clear()
+
     @property
     def stream(self) -> Stream:
         """The torch calls that were recorded so far."""

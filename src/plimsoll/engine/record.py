@@ -419,6 +419,7 @@ def _watch(
         saved.keep_all()
         raise
     points.end()
+    stream.end()
     with without_torch_function():
         saved.end()
     nodes = sequence_number() - before

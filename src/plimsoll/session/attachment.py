@@ -22,6 +22,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, ParamSpec, TypeVar
@@ -54,7 +55,7 @@ from plimsoll.session.messages import (
     warn_of_unseen,
     warn_of_waiting,
 )
-from plimsoll.session.optimizer_watch import CountedState, OptimizerWatch, optimizer_in_view
+from plimsoll.session.optimizer_watch import CountedState, OptimizerWatch, optimized_parameters, optimizer_in_view
 from plimsoll.session.options import Budget, PlanOptions
 from plimsoll.session.plans_at_work import PlansAtWork
 from plimsoll.session.pressure import Pressure
@@ -180,7 +181,7 @@ class Attachment(RemovedAtEnd):
         self._retry = Retry(model, self)
         self._steps = StepWatch(self._source.watched, self._before_call, self._step_ended)
         self._work.on_larger_calls = self._steps.larger_call
-        self._watch = OptimizerWatch(every_parameter(model), after_step=self._optimizer_stepped)
+        self._watch = OptimizerWatch(optimized_parameters(model), after_step=self._optimizer_stepped)
 
     # What a user sees
 
@@ -375,12 +376,14 @@ class Attachment(RemovedAtEnd):
         self._served = None
         """The shapes that the current plan was last chosen for."""
         self._tries, self._carried = 0, Carried()
+        """How many steps were begun in order to measure them at the lowest peak, and what the loop carries between them."""
+        self._tried_bytes = self._tried_rest_bytes = 0
+        """The highest peak of these steps, and their highest peak after backward, on the rank where it was highest."""
         self._is_mixed = False
         """True if the forwards of the measured step ran under plans for different numbers of forwards."""
-        """How many steps were begun in order to measure them at the lowest peak, and what the loop carries between them."""
         self._room.account = MemoryAccount(withheld=self._room.account.withheld)
         self._held_at_plan_bytes = 0
-        """Bytes that the training loop held when plans were made."""
+        """Bytes that the training loop held when the step that plans were made from began, or when it ended if that is more."""
         self._corrected: MemoryAccount | None = None
         """The account that counts a step's overshoot of the budget. It is used when plans are made next."""
         self._traces_left = self._ran_more_bytes = 0
@@ -480,6 +483,7 @@ class Attachment(RemovedAtEnd):
             self._work.remove()
         self._run(lowest)
         self.state, self._tries, self._is_mixed = State.MEASURING, 0, False
+        self._tried_bytes = self._tried_rest_bytes = 0
         self._measure(call)
 
     def _is_enough_for(self, traced: FirstStep, earlier: FirstStep) -> bool:
@@ -556,6 +560,7 @@ class Attachment(RemovedAtEnd):
         self._watch_optimizer()
         if self._tries == 1:
             self._carried.note_before(self._steps.device)
+        self._held_at_plan_bytes = self._steps.held.bytes
         # Count what the loop has kept since the first measurement. Without that, a sharpness-aware loop, whose perturbations
         # exist before its second step begins, trained at 1.15 times its budget.
         carried = self._carried if self._tries > 1 else None
@@ -595,9 +600,11 @@ class Attachment(RemovedAtEnd):
             planner.wait_for(in_flight)
             lowest = planner.lowest(traced.error_scale)
         own = planner.own(lowest)
+        self._watch.count_running()
         self._counted.begin(self._watch, own)
         recording_bytes = planner.recording_bytes if self._tries == 1 else 0  # only the first step recorded the plan
-        taken, measured_bytes = taken_beside(measured, self._watch, own, recording_bytes)
+        was_blocked = self._steps.was_blocked
+        taken, measured_bytes = taken_beside(measured, self._watch, own, recording_bytes, was_blocked=was_blocked)
         self._room.account = dataclasses.replace(
             self._room.account,
             optimizer_state=self._counted.bytes - planned_state_bytes(own),
@@ -610,9 +617,15 @@ class Attachment(RemovedAtEnd):
             planner.count_loss(own, measured.loss_peak_bytes - (measured_bytes - taken.lasting_bytes - state_bytes))
         floor_bytes = planner.ranks.worst_bytes(taken.bytes)
         most_bytes = planner.ranks.worst_bytes(taken.most_bytes)
+        self._tried_bytes = max(self._tried_bytes, floor_bytes)
+        self._tried_rest_bytes = max(self._tried_rest_bytes, planner.ranks.worst_bytes(taken.optimizer_bytes))
         # No activations are left when the optimizer steps, so no plan lowers that peak.
-        if planner.ranks.worst_bytes(taken.optimizer_bytes) > planner.budget_bytes:
-            raise planner.refusal(lowest, most_bytes, is_optimizer=True)
+        if self._tried_rest_bytes > planner.budget_bytes:
+            # What the step has left behind may be freed before the next peak, so measure the next step too. A MAML loop was
+            # refused below a budget above its unmanaged peak.
+            if most_bytes > floor_bytes and self._tries < _MOST_TRIES:
+                return
+            raise planner.refusal(lowest, most_bytes if self._tries == 1 else self._tried_bytes, is_optimizer=True)
         try:
             plan = self._confirmed(traced, task)
         except BudgetBelowFloor as error:
@@ -625,7 +638,8 @@ class Attachment(RemovedAtEnd):
             plan = msgspec.structs.replace(planner.lowest(traced.error_scale), budget_bytes=planner.budget_bytes)
         if self._has_ladder:
             self._traced = traced = dataclasses.replace(traced, planner=planner.alone())
-        self._held_at_plan_bytes = self._steps.held.bytes
+        # What the measured step left behind is in the account too.
+        self._held_at_plan_bytes = max(self._held_at_plan_bytes, self._steps.held.bytes)
         self._run_from_now_on(traced, plan)
         # Ranks that share one plan do not watch the device: to change the plan, they would exchange messages in every step.
         if self._has_ladder or self.agreement.size == 1:
@@ -692,31 +706,38 @@ class Attachment(RemovedAtEnd):
                 self._log_trial(planner, task, "a plan for the budget")
 
     def _has_room_to_try(self, traced: FirstStep, plan: Plan, task: TrainingTask | None) -> bool:
-        """Return True if a trial of the plan stays within the budget. A trial also holds two copies of the buffers, one copy of
-        the batch, and one copy of the gradients.
+        """Return True if a trial of the plan, with the copies that it makes, stays within the budget.
 
         Without a trial, the next step shows the peak of the plan, because that step is measured.
         """
-        gradient_bytes = storage_bytes(every_gradient(self.model), self._steps.device)
         taken_bytes = plan.predicted_peak_bytes + self._room.account.measured_bytes()
-        taken_bytes += self._copied_bytes(traced.planner, task) + gradient_bytes
+        taken_bytes += self._copied_bytes(traced.planner, task)
         return taken_bytes <= (traced.planner.budget_bytes or 0)
 
     def _copied_bytes(self, planner: StepPlanner, task: TrainingTask | None) -> int:
         """Return the bytes of the copies that a trial makes to restore everything later: two copies of the buffers and of the
-        parameters that the step writes, and one of the batch.
+        parameters that the step writes, one of the batch, and one of the existing gradients.
         """
         batch, device = () if task is None else output_tensors(task.call()), self._steps.device
         named = dict(inner_module(self.model).named_parameters())
         written = [named[name] for name in planner.trace.written if name in named]
-        return 2 * storage_bytes([*self.model.buffers(), *written], device) + storage_bytes(batch, device)
+        copied_once = [*batch, *every_gradient(self.model)]
+        return 2 * storage_bytes([*self.model.buffers(), *written], device) + storage_bytes(copied_once, device)
+
+    def _left_bytes(self) -> int:
+        """Return the bytes that the measured first step left behind and that a trial does not count: all but gradients."""
+        waiting_bytes = self._room.account.waiting_gradients
+        if self._traced is not None and not self._traced.accumulates:
+            trained = [each for each in every_parameter(self.model) if each.requires_grad]
+            waiting_bytes -= storage_bytes(trained, self._steps.device)  # this step made the gradients
+        return max(0, waiting_bytes)
 
     def _log_trial(self, planner: StepPlanner, task: TrainingTask, tried: str) -> None:
         """If a trial took more bytes than the budget, log that, and name the plan that was tried."""
-        taken_bytes = planner.tried_bytes + self._copied_bytes(planner, task)
+        taken_bytes = planner.tried_bytes + self._copied_bytes(planner, task) + self._left_bytes()
         budget_bytes = planner.own_budget_bytes or 0
         if planner.tried_bytes and taken_bytes > budget_bytes:
-            why = f"{tried} was run once, with copies in memory of the batch and of what the model writes"
+            why = f"{tried} was run once, with copies in memory of the batch, gradients, and buffers that the model writes"
             log_planning_overrun(taken_bytes, budget_bytes, why, "a larger budget leaves room for these copies")
 
     # Reactions: running
@@ -804,6 +825,10 @@ class Attachment(RemovedAtEnd):
             error_bytes = peak_bytes - predicted_before_optimizer(planner.own(plan))
             account = self._room.account
             self._corrected = account.measuring(max(account.measured_bytes() + over_bytes, error_bytes))
+        held_bytes = self._room.account.held_by_loop
+        if held_bytes >= over_bytes:
+            # Without these bytes the step would have kept to the budget: a model that was pruned between two steps.
+            cause = f"{cause}; since plans were made, the training loop holds {format_bytes(held_bytes)} more"
         if not is_named:
             warn_of_overrun(peak_bytes, limit_bytes, cause, next_)
 
@@ -983,7 +1008,7 @@ class Attachment(RemovedAtEnd):
         """
         self._watch.remove()
         seen = [each for each in (optimizer_in_view(self.model, self._optimizer),) if each is not None]
-        self._watch = OptimizerWatch(every_parameter(self.model), seen, after_step=self._optimizer_stepped)
+        self._watch = OptimizerWatch(optimized_parameters(self.model), seen, after_step=self._optimizer_stepped)
 
     def _refuse_unready(self, situation: Situation) -> None:
         if self._served != situation.shapes:
@@ -1014,6 +1039,17 @@ class Attachment(RemovedAtEnd):
             if self.agreement.size > 1:
                 raise own from None  # other ranks wait for this one
             raise _RaisedByModel(own) from None
+        except torch.OutOfMemoryError as error:
+            # `step` restores the state from before the step and runs it again. Without it the error reaches the loop.
+            if self.agreement.size > 1 or self._retry.is_running:
+                raise
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            place = f"{frame.name} ({frame.filename}:{frame.lineno})"
+            error.add_note(
+                f"plimsoll: {type(self.model).__name__} ran out of memory in {place} while attach traced its call"
+            )
+            # The frames hold what the trace has made. The call itself needs that memory.
+            raise _RaisedByModel(error.with_traceback(None)) from None
         except BackwardFailed as error:
             if self.agreement.size > 1 or self._failed_traces == _MOST_TRIES:
                 raise

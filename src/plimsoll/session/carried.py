@@ -8,8 +8,9 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 
+from plimsoll.session.optimizer_watch import state_tensors
 from plimsoll.tracing.local_tensors import dense_parts
-from plimsoll.tracing.meters.memory import instances_of, live_tensors, storage_of
+from plimsoll.tracing.meters.memory import instances_of, live_saved_tensors, live_tensors, storage_of
 from plimsoll.tracing.recorder.calling import output_tensors
 
 
@@ -17,7 +18,7 @@ class Carried:
     """Finds tensors that a loop keeps from step to step outside of model and optimizer, such as a list of perturbed weights.
 
     A tensor counts if its storage did not exist at ``note_before``. Tensors that look like the batch do not count: they are
-    other batches that wait to be trained on.
+    other batches that wait to be trained on. If an autograd graph has saved such a tensor, it counts: it is an activation.
     """
 
     def __init__(self) -> None:
@@ -37,15 +38,14 @@ class Carried:
         A storage's address identifies it, because the weak references in `_before` prevent that its address is used again.
         """
         # Optimizer state is counted elsewhere.
-        states = (
-            output_tensors(list(each.state.values())) for each in instances_of(Optimizer) if "state" in vars(each)
-        )
+        states = (state_tensors(each) for each in instances_of(Optimizer) if "state" in vars(each))
         known = {storage_of(part) for tensors in states for tensor in tensors for part in dense_parts(tensor)}
         looks = {(tensor.shape, tensor.dtype) for tensor in output_tensors(batch)}
+        saved = {storage_of(tensor) for tensor in live_saved_tensors(device.type)}
         return [
             tensor
             for tensor in live_tensors(device.type)
             if storage_of(tensor) not in self._before
             and storage_of(tensor) not in known
-            and (tensor.shape, tensor.dtype) not in looks
+            and ((tensor.shape, tensor.dtype) not in looks or storage_of(tensor) in saved)
         ]

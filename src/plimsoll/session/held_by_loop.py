@@ -33,13 +33,10 @@ _MOST_LEVELS = 8
 
 
 class _Level(NamedTuple):
-    """What was read at the beginning of a step, as data: the allocated bytes, the bytes that the loop held then, and the part
-    of these that autograd graphs held.
-    """
+    """What was read at the beginning of a step, as data: the allocated bytes, and the bytes that the loop held then."""
 
     reading: int
     bytes: int
-    hidden_bytes: int
 
 
 class HeldByLoop:
@@ -52,8 +49,6 @@ class HeldByLoop:
         self.bytes = 0
         self.state_bytes = 0
         """Bytes of state of the optimizers that train the model, as the last search found them."""
-        self.hidden_bytes = 0
-        """The part of ``bytes`` that is held by autograd graphs. Python finds no tensors there."""
         self.batch_bytes = 0
         """Bytes that the batch's storages have in addition to the batch's tensors: a slice keeps the whole storage alive."""
         self._model, self._device = model, device
@@ -74,12 +69,10 @@ class HeldByLoop:
         kwargs: dict[str, Any],
         *,
         accumulates: bool,
-        leaves_graph: bool,
         peak_bytes: int,
     ) -> None:
-        """Called at the beginning of a step whose peak is about ``peak_bytes``. Find what the loop holds, and update ``bytes``.
-
-        ``leaves_graph``: an earlier step failed before its backward ended, or retained its graph.
+        """Called at the beginning of a step whose peak is about ``peak_bytes``. Find what the loop holds, and update
+        ``bytes``.
         """
         self.batch_bytes = _hidden_in_batch(output_tensors((args, kwargs)), self._device)
         if reading is None:
@@ -102,36 +95,27 @@ class HeldByLoop:
             reading = allocated_bytes(self._device) or reading
             before_bytes = self.bytes + self.state_bytes
             if not _is_at(reading, last, peak_bytes):
-                self._look(reading - last.reading, args, kwargs, leaves_graph=leaves_graph)
+                self._look(args, kwargs)
             has_found = self.bytes + self.state_bytes > before_bytes
             self._patience = 0 if has_found else min(_MOST_PATIENCE, 2 * self._patience + 1)
             self._waited = 0
-            level = _Level(reading, self.bytes, self.hidden_bytes)
+            level = _Level(reading, self.bytes)
         else:
             self._run_bytes = 0
             if level is None:
-                self._look_for_less(last, reading, args, kwargs)
-                level = _Level(reading, self.bytes, self.hidden_bytes)
+                self.bytes = last.bytes
+                if last.bytes:
+                    # The reading alone does not show whose memory was freed: a profiler's records were taken for a copy of
+                    # the weights.
+                    self._look(args, kwargs)
+                level = _Level(reading, self.bytes)
                 # Less is allocated than before. Forget higher levels at which the loop held nothing: other memory was freed.
                 levels[:] = [each for each in levels if each.bytes or each.reading < reading]
-        self.bytes, self.hidden_bytes = level.bytes, level.hidden_bytes
+        self.bytes = level.bytes
         if level in levels:
             levels.remove(level)
         levels.append(level)
         del levels[:-_MOST_LEVELS]
-
-    def _look_for_less(self, last: _Level, reading: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Called if less is allocated than at the earlier reading ``last``. Find what the loop still holds, and update
-        ``bytes``.
-        """
-        self.bytes, self.hidden_bytes = last.bytes, last.hidden_bytes
-        if not last.bytes:
-            return
-        # The reading alone does not show whose memory was freed: a profiler's records were taken for a copy of the weights.
-        self._look(0, args, kwargs, leaves_graph=False)
-        freed_bytes = last.bytes - last.hidden_bytes - (self.bytes - self.hidden_bytes)
-        hidden_bytes = max(0, last.hidden_bytes - max(0, last.reading - reading - freed_bytes))
-        self.bytes, self.hidden_bytes = self.bytes - self.hidden_bytes + hidden_bytes, hidden_bytes
 
     def _first_level(self, reading: int, *, accumulates: bool) -> _Level:
         """Return the reading to compare with in the first step that begins with gradients, or the first that begins without. It
@@ -147,7 +131,7 @@ class HeldByLoop:
             gradient_bytes = storage_bytes(trained, self._device)  # gradients are as large as their parameters
             without_bytes = reading - gradient_bytes if accumulates else reading + gradient_bytes
             held_bytes = max(0, held_bytes - max(0, levels[-1].reading - without_bytes))
-        return _Level(reading, held_bytes, min(held_bytes, self.hidden_bytes))
+        return _Level(reading, held_bytes)
 
     def planned(self, added_bytes: int) -> None:
         """Note that making plans has allocated ``added_bytes`` since ``begin``, so that these bytes do not count as held by the
@@ -157,17 +141,12 @@ class HeldByLoop:
             for levels in self._levels.values():
                 levels[:] = [each._replace(reading=each.reading + added_bytes) for each in levels]
 
-    def _look(self, grown_bytes: int, args: tuple[Any, ...], kwargs: dict[str, Any], *, leaves_graph: bool) -> None:
-        was_visible_bytes = self.bytes - self.hidden_bytes
+    def _look(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         counted = held_tensors(self._model, args, kwargs)
         carried = self.carried.found(self._device, (args, kwargs))
         visible_bytes = storage_bytes([*counted, *carried], self._device) - storage_bytes(counted, self._device)
-        visible_bytes = self._without_records(max(0, visible_bytes - self._record_bytes), was_visible_bytes)
-        was_state_bytes, self.state_bytes = self.state_bytes, state_bytes_of(self._model)
-        if leaves_graph:
-            known_bytes = visible_bytes - was_visible_bytes + self.state_bytes - was_state_bytes
-            self.hidden_bytes += max(0, grown_bytes - max(0, known_bytes))
-        self.bytes = visible_bytes + self.hidden_bytes
+        self.bytes = self._without_records(max(0, visible_bytes - self._record_bytes), self.bytes)
+        self.state_bytes = state_bytes_of(self._model)
 
     def _without_records(self, visible_bytes: int, was_visible_bytes: int) -> int:
         """Subtract the bytes of records from ``visible_bytes``, and return the rest. Records are tensors that have grown in two
@@ -175,7 +154,7 @@ class HeldByLoop:
         """
         more_bytes = max(0, visible_bytes - was_visible_bytes)
         is_record = more_bytes > 0 and self._run_bytes > 0
-        self._run_bytes += more_bytes
+        self._run_bytes = self._run_bytes + more_bytes if more_bytes else 0
         if not is_record:
             return visible_bytes
         record_bytes = min(visible_bytes, self._run_bytes)

@@ -23,6 +23,7 @@ from plimsoll.tracing.local_tensors import beside_weights, gradient_of
 from plimsoll.tracing.meters.memory import (
     MeasurementLost,
     PeakMeter,
+    is_meter_running,
     storage_bytes,
 )
 from plimsoll.tracing.meters.workspaces import release_library_workspaces
@@ -61,6 +62,8 @@ class MeasuredStep:
         that model, which does not belong to this step.
         """
         self._meter: PeakMeter | None = None
+        self.is_blocked = self._device.type == "cpu" and is_meter_running()
+        """True if another measurement ran when this one should have begun: another managed model is measured."""
         # On a CPU the meter is torch's profiler, and only one can run. The user's profiler has precedence.
         if not (self._device.type == "cpu" and (is_profiled() or is_profiler_on())):
             release_library_workspaces(self._device)  # the step allocates cuBLAS's workspaces anew, so that they count
@@ -213,12 +216,17 @@ def beside_bytes(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def taken_beside(
-    measured: MeasuredStep | None, watch: OptimizerWatch, plan: Plan, recording_bytes: int
+    measured: MeasuredStep | None, watch: OptimizerWatch, plan: Plan, recording_bytes: int, *, was_blocked: bool
 ) -> tuple[Taken, int]:
     """Return two results for a measured step under a plan: the memory that it needed, and how many bytes more than predicted
     later steps will need.
+
+    ``was_blocked``: it was not measured because another managed model was.
     """
     if measured is not None:
         return taken_bytes(measured, watch, plan, recording_bytes), unseen_bytes(measured, watch, plan)
-    warn("the first steps failed or ran under a profiler, and were not measured; the plan relies on its trace alone")
+    why = "failed or ran under a profiler"
+    if was_blocked:
+        why = "ran while another managed model was measured (on a CPU only one can be)"
+    warn(f"the first steps {why}, so they were not measured; the plan relies on its trace alone")
     return Taken(), max(0, watch.bytes_after - planned_state_bytes(plan))

@@ -7,10 +7,14 @@ change the size of the state.
 from __future__ import annotations
 
 import gc
+import inspect
+import sys
 import weakref
 from collections.abc import Callable, Container, Iterable
+from types import FrameType
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -28,6 +32,9 @@ from plimsoll.tracing.zero import optimizer_inside
 
 _SEEN: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Optimizer]] = weakref.WeakKeyDictionary()
 """The optimizer that `optimizer_in_view` found for each model."""
+
+_PARAMETERS: weakref.WeakKeyDictionary[nn.Module, frozenset[int]] = weakref.WeakKeyDictionary()
+"""The ``id`` of the parameters that `optimized_parameters` found for each model when it held no fast weights."""
 
 _ABANDONED: list[Any] = []
 """Hooks of watches that were garbage-collected. They do nothing, and are removed when the next watch is made. They cannot be
@@ -47,30 +54,13 @@ def _weakly(method: Callable[..., None]) -> Callable[..., None]:
     return hook
 
 
-class OptimizerWatch:
-    """Watches optimizers that train at least one of the given parameters: their steps, and the size of their state.
-
-    ``on_step`` is called before the first step of such an optimizer, ``after_step`` after every step, and ``on_other_step``
-    before every step of an optimizer that trains none of the parameters. None of them may remove optimizer hooks, because torch
-    is iterating over them at that moment.
+class OptimizerSteps:
+    """Calls its methods when optimizers step that train at least one of the given parameters (their ``id``), and when others
+    step. The methods may not remove optimizer hooks, because torch is iterating over them at that moment.
     """
 
-    def __init__(
-        self,
-        parameters: Iterable[nn.Parameter],
-        optimizers: Iterable[Optimizer] = (),
-        on_step: Callable[[], None] | None = None,
-        after_step: Callable[[], None] | None = None,
-        on_other_step: Callable[[], None] | None = None,
-    ) -> None:
-        self._parameters = frozenset(map(id, parameters))
-        self._on_step, self._after_step, self._on_other_step = on_step, after_step, on_other_step
-        self.has_stepped = False
-        self.is_settled = False
-        """True if the last step did not change the size of the state."""
-        self._growth_bytes = 0
-        self._before = weakref.WeakKeyDictionary({each: _state_bytes(each) for each in optimizers})
-        self._now = weakref.WeakKeyDictionary(self._before)
+    def __init__(self, parameters: Container[int]) -> None:
+        self._parameters = parameters
         while _ABANDONED:
             _ABANDONED.pop().remove()
         # Torch keeps hooks of all optimizers forever. Weak hooks let a model be freed together with its budget.
@@ -85,6 +75,50 @@ class OptimizerWatch:
         while self._hooks:
             self._hooks.pop().remove()
 
+    def _begins(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if trains(optimizer, self._parameters):
+            self._own_begins(optimizer)
+        else:
+            self._other_begins()
+
+    def _ends(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if trains(optimizer, self._parameters):
+            self._own_ended(optimizer)
+
+    def _own_begins(self, optimizer: Optimizer) -> None:
+        """Called before each step of an optimizer that trains some of the parameters."""
+
+    def _own_ended(self, optimizer: Optimizer) -> None:
+        """Called after each such step."""
+
+    def _other_begins(self) -> None:
+        """Called before each step of an optimizer that trains none of the parameters."""
+
+
+class OptimizerWatch(OptimizerSteps):
+    """Watches optimizers that train at least one of the given parameters: their steps, and the size of their state.
+
+    ``on_step`` is called before the first step of such an optimizer, ``after_step`` after every step, and ``on_other_step``
+    before every step of an optimizer that trains none of the parameters.
+    """
+
+    def __init__(
+        self,
+        parameters: Container[int],
+        optimizers: Iterable[Optimizer] = (),
+        on_step: Callable[[], None] | None = None,
+        after_step: Callable[[], None] | None = None,
+        on_other_step: Callable[[], None] | None = None,
+    ) -> None:
+        super().__init__(parameters)
+        self._on_step, self._after_step, self._on_other_step = on_step, after_step, on_other_step
+        self.has_stepped = False
+        self.is_settled = False
+        """True if the last step did not change the size of the state."""
+        self._growth_bytes = 0
+        self._before = weakref.WeakKeyDictionary({each: _state_bytes(each) for each in optimizers})
+        self._now = weakref.WeakKeyDictionary(self._before)
+
     @property
     def bytes_before(self) -> int:
         """Bytes of optimizer state before the first step that was observed."""
@@ -95,6 +129,11 @@ class OptimizerWatch:
         """Bytes of optimizer state after the last step that was observed."""
         return sum(self._now.values())
 
+    def count_running(self) -> None:
+        """Count what an optimizer holds in a step that is running. Its state takes over most of it when the step ends."""
+        for optimizer in list(self._now):
+            self._now[optimizer] = max(self._now[optimizer], _state_bytes(optimizer))
+
     @property
     def bytes_after(self) -> int:
         """Bytes of optimizer state to expect after the next step. If the last observed step added some state, the next one is
@@ -102,18 +141,13 @@ class OptimizerWatch:
         """
         return self.bytes_now + self._growth_bytes
 
-    def _begins(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if not self._is_ours(optimizer):
-            if self._on_other_step is not None:
-                self._on_other_step()
-        elif not self.has_stepped:
+    def _own_begins(self, optimizer: Optimizer) -> None:
+        if not self.has_stepped:
             self._before[optimizer] = self._now[optimizer] = _state_bytes(optimizer)
             if self._on_step is not None:
                 self._on_step()
 
-    def _ends(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if not self._is_ours(optimizer):
-            return
+    def _own_ended(self, optimizer: Optimizer) -> None:
         known_bytes = self._now.get(optimizer, 0)
         self._now[optimizer] = now_bytes = _state_bytes(optimizer)
         self.is_settled = self.has_stepped and now_bytes == known_bytes
@@ -122,8 +156,9 @@ class OptimizerWatch:
         if self._after_step is not None:
             self._after_step()
 
-    def _is_ours(self, optimizer: Optimizer) -> bool:
-        return trains(optimizer, self._parameters)
+    def _other_begins(self) -> None:
+        if self._on_other_step is not None:
+            self._on_other_step()
 
 
 class CountedState:
@@ -162,9 +197,21 @@ def trains(optimizer: Optimizer, parameters: Container[int]) -> bool:
     return any(id(parameter) in parameters for group in optimizer.param_groups for parameter in group["params"])
 
 
+def optimized_parameters(model: nn.Module) -> frozenset[int]:
+    """Return the ``id`` of the parameters of a model that optimizers may hold.
+
+    In ``torch.func.functional_call`` other tensors (fast weights) are in the places of parameters. Then the parameters that
+    were found before are returned: the state of an optimizer that trained a MAML loop was not counted.
+    """
+    found = every_parameter(model)
+    if model not in _PARAMETERS or all(isinstance(each, nn.Parameter) for each in found):
+        _PARAMETERS[model] = frozenset(map(id, found))
+    return _PARAMETERS[model]
+
+
 def state_bytes_of(model: nn.Module) -> int:
     """Return the bytes of state of all optimizers in this process that train a parameter of the model."""
-    parameters = frozenset(map(id, every_parameter(model)))
+    parameters = optimized_parameters(model)
     found = (thing for thing in instances_of(Optimizer) if "param_groups" in vars(thing))
     return sum(_state_bytes(optimizer) for optimizer in found if trains(optimizer, parameters))
 
@@ -196,8 +243,34 @@ def optimizer_in_view(model: nn.Module, named: Optimizer | None = None) -> Optim
     return ours[0]
 
 
+def state_tensors(optimizer: Optimizer) -> list[torch.Tensor]:
+    """Return the tensors of an optimizer's state. If its step is running and evaluates the model, as in L-BFGS, add the tensors
+    that the step holds in local variables.
+    """
+    return [*output_tensors(list(optimizer.state.values())), *output_tensors(_locals_of_step(optimizer))]
+
+
+def _locals_of_step(optimizer: Optimizer) -> list[Any]:
+    """Return the local variables of the functions that the optimizer's running step consists of, or an empty list."""
+    module = type(optimizer).__module__
+    found: list[Any] = []
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_globals.get("__name__") == module and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+            variables = frame.f_locals
+            found += variables.values()
+            is_step = frame.f_code.co_name == "step" and variables.get("self") is optimizer
+            # Before Python 3.13 this is a copy that the frame holds. It kept vectors of L-BFGS alive until the step ended.
+            if isinstance(variables, dict):
+                variables.clear()
+            if is_step:
+                return found
+        frame = frame.f_back
+    return []
+
+
 def _state_bytes(optimizer: Optimizer) -> int:
-    tensors = output_tensors(list(optimizer.state.values()))
+    tensors = state_tensors(optimizer)
     devices = {parameter.device for group in optimizer.param_groups for parameter in group["params"]}
     devices = devices or {tensor.device for tensor in tensors}  # ZeRO-3's optimizer has parameters only while it steps
     return sum(storage_bytes(tensors, device) for device in {device.type for device in devices})

@@ -540,7 +540,7 @@ class StepPlanner:
         with self._agreement.stepping():
             trial = run_trial(step, plan, self.gradients, self.managing)
         self._ran = trial
-        self.tried_bytes = max(self.tried_bytes, trial.fresh_bytes)
+        self.tried_bytes = max(self.tried_bytes, trial.taken_bytes)
         # Add a rank's own bytes before the ranks agree. When each rank added them afterwards, one rank solved again while the
         # others went on.
         return self.ranks.worst_trial(

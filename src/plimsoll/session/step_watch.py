@@ -8,7 +8,6 @@ waits. On a CPU only some steps are metered (see ``situations``); in every step,
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -30,11 +29,13 @@ from plimsoll.session.measured_step import (
     beside_bytes,
 )
 from plimsoll.session.messages import warn_of_overrun
-from plimsoll.session.optimizer_watch import OptimizerWatch
+from plimsoll.session.optimizer_watch import OptimizerWatch, optimized_parameters
+from plimsoll.session.risen_rest import RisenRest
 from plimsoll.session.situations import MeteredSituations, Situation
 from plimsoll.session.step_levels import StepLevels, is_more
 from plimsoll.tracing.ddp import inner_module, is_without_reduction
-from plimsoll.tracing.fsdp2 import every_gradient, every_parameter, holds_gradients_back
+from plimsoll.tracing.fsdp2 import every_parameter, holds_gradients_back, waiting_gradients
+from plimsoll.tracing.local_tensors import gradient_of
 from plimsoll.tracing.meters.memory import RisingPeak
 from plimsoll.tracing.open_graphs import OpenGraphs, is_in_backward
 from plimsoll.tracing.torch_internals import peek_functorch, sequence_number, times_compiled
@@ -64,12 +65,9 @@ class StepWatch:
         shapes: Callable[[tuple[Any, ...], dict[str, Any]], Shapes] = shapes_and_masks_of,
     ) -> None:
         self._model = model
-        self._trained: list[weakref.ref[nn.Parameter]] = []
-        """The parameters that are trained, as weak references. With strong references, ``load_state_dict(assign=True)``, which
-        exchanges parameters, kept the old weights alive.
-        """
         self.note_frozen()
-        self.device = next((parameter.device for parameter in self._trained_now()), torch.device("cpu"))
+        trained = (parameter.device for parameter in every_parameter(model) if parameter.requires_grad)
+        self.device = next(trained, torch.device("cpu"))
         self._before_call = before_call
         self._after_step = after_step
         self._shapes_of = shapes
@@ -77,10 +75,8 @@ class StepWatch:
         self.graphs = OpenGraphs(self._backward_ended, self._backward_begins)
         self.levels = StepLevels(self.device)
         self.held = HeldByLoop(model, self.device)
-        self._version = 0
+        self._versions: dict[int, int] = {}
         self._expected_error: BaseException | None = None
-        self._has_raised = False
-        """True if a forward has raised an error. The error's traceback may keep tensors alive that the forward made."""
         self._call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         """The arguments of the running training call if it is the first of its step, else None."""
         self._larger = self._late = ""
@@ -93,11 +89,14 @@ class StepWatch:
         """Bytes that forward had added before the measurement began within it."""
         self.running: MeasuredStep | None = None
         self.measured: MeasuredStep | None = None
+        self.was_blocked = False
+        """True if the last measurement did not begin, because another managed model was measured."""
         self.rising = RisingPeak(self.device)
         self.risen_bytes = 0
         """On CUDA, the step's peak in bytes, without memory of other things on the device, if it exceeds all earlier peaks.
         Otherwise 0.
         """
+        self._rest = RisenRest(model, self.rising) if self.device.type == "cuda" else None
         self.beside_bytes: int | None = None
         self.peak_bytes = 0
         """The highest peak of any step that `take_peak` has returned."""
@@ -119,21 +118,16 @@ class StepWatch:
 
     def note_frozen(self) -> None:
         """Remember the parameters that are frozen now, to notice when one of them is trained."""
-        frozen = (parameter for parameter in every_parameter(self._model) if not parameter.requires_grad)
-        self._frozen = list(map(weakref.ref, frozen))
-
-    def _trained_now(self) -> list[nn.Parameter]:
-        """Return the parameters that are trained. If one of them was freed, look them all up again."""
-        found = [parameter for reference in self._trained if (parameter := reference()) is not None]
-        if not found or len(found) < len(self._trained):
-            found = [parameter for parameter in every_parameter(self._model) if parameter.requires_grad]
-            self._trained = list(map(weakref.ref, found))
-        return found
+        # Not by reference: `load_state_dict(assign=True)` exchanges parameters, and a strong reference kept the old weights
+        # alive. `torch.utils.swap_tensors` refuses parameters that have weak references.
+        self._frozen = frozenset(id(each) for each in every_parameter(self._model) if not each.requires_grad)
 
     def remove(self) -> None:
         """Remove the hooks. Calling it twice does no harm."""
         self.stop()
-        self._watch.remove()
+        for each in (self._watch, self._rest):
+            if each is not None:
+                each.remove()
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -160,18 +154,19 @@ class StepWatch:
         if carried is None and self.held.bytes:
             carried = self.held.carried
         self.measured, self.running = None, MeasuredStep(self._model, args, kwargs, carried)
-        self.running.static_bytes += self.held.hidden_bytes
         if with_optimizer:
             before, after, others = self._optimizer_begins, self._optimizer_ended, self._other_optimizer_begins
-            self._watch = OptimizerWatch(self._trained_now(), (), before, after, others)
+            self._watch = OptimizerWatch(optimized_parameters(self._model), (), before, after, others)
         else:
-            self._watch = OptimizerWatch(self._trained_now(), (), self._optimizer_comes, self._optimizer_comes)
+            ours = optimized_parameters(self._model)
+            self._watch = OptimizerWatch(ours, (), self._optimizer_comes, self._optimizer_comes)
 
     def stop(self) -> None:
         """End the measurement if one is running, and keep its result."""
         step, self.running = self.running, None
         if step is not None:
             step.has_trained |= self.graphs.has_backward
+            self.was_blocked = step.is_blocked
             self.measured = step if step.end() else None
             if self.measured is not None:
                 rest_bytes = step.optimizer_peak_bytes
@@ -271,9 +266,10 @@ class StepWatch:
         self.stop()
         self.graphs.abandon()
         has_trained = self.graphs.has_backward
-        risen_bytes = self.rising.risen_to() - (self.beside_bytes or 0)
-        if has_trained and risen_bytes > self.risen_bytes:
-            self.rest_bytes = risen_bytes
+        if self._rest is not None and has_trained:
+            rest_bytes = self._rest.end() - (self.beside_bytes or 0)
+            if rest_bytes > self.risen_bytes:
+                self.rest_bytes = rest_bytes
         if has_trained:
             self.in_flight = self.graphs.most
         self.graphs.begin()
@@ -313,25 +309,26 @@ class StepWatch:
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._is_blind:
             return
-        if not self.is_between_steps and self.graphs.has_backward and self._versions() != self._version:
+        if not self.is_between_steps and self.graphs.has_backward and self._has_stepped():
             self.graphs.abandon()  # an optimizer has stepped since, so these graphs are left from a step that failed
         if self.is_between_steps:
             self.end_step()
             self._watch.remove()
         if torch.is_grad_enabled() and module.training:
-            accumulates = bool(every_gradient(self._model))
+            parameters = every_parameter(self._model)
+            accumulates = any(gradient_of(each) is not None for each in parameters)
+            accumulates = accumulates or any(True for _ in waiting_gradients(self._model))
             waiting = len(self.graphs)
             if waiting:
                 self._note(FORWARD)
             else:
                 self._begin_rising(args, kwargs)
+                self._versions = _versions(parameters)
                 reading = self._look_at_loop(args, kwargs, accumulates=accumulates)
             in_flight = waiting + 1 if waiting else self.in_flight
             reduces = not (holds_gradients_back(self._model) or is_without_reduction(self._model))
             thawed = frozenset(
-                at
-                for at, reference in enumerate(self._frozen)
-                if (parameter := reference()) is not None and parameter.requires_grad
+                at for at, each in enumerate(parameters) if each.requires_grad and id(each) in self._frozen
             )
             shapes = self._shapes_of(args, kwargs)
             self._before_call(args, kwargs, Situation(shapes, accumulates, in_flight, reduces, thawed))
@@ -344,18 +341,19 @@ class StepWatch:
         """Find what the training loop holds at the beginning of a step, and store it in ``held``. Return the allocated bytes,
         or 0 if they cannot be read.
         """
-        self._version = self._versions()
-        left, self._has_raised = self.graphs.has_left or self._has_raised, False
         reading, peak_bytes = self.levels.read(), self.levels.expected_peak_bytes
-        self.held.begin(reading, args, kwargs, accumulates=accumulates, leaves_graph=left, peak_bytes=peak_bytes)
+        self.held.begin(reading, args, kwargs, accumulates=accumulates, peak_bytes=peak_bytes)
         return reading or 0
 
-    def _versions(self) -> int:
-        """Return a number that changes when an optimizer steps."""
-        return sum(parameter._version for parameter in self._trained_now())
+    def _has_stepped(self) -> bool:
+        """Return True if an optimizer has stepped since the step began."""
+        now = _versions(every_parameter(self._model))
+        return any(now.get(known, version) != version for known, version in self._versions.items())
 
     def _begin_rising(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         allocated_bytes = self.rising.begin()
+        if self._rest is not None:
+            self._rest.begin()
         # Finding other memory on the device waits for the device, which a CUDA graph capture forbids.
         if allocated_bytes and self.beside_bytes is None and not is_capturing(self.device.type):
             self.beside_bytes = beside_bytes(self._model, args, kwargs, allocated_bytes)
@@ -367,10 +365,8 @@ class StepWatch:
         expected, self._expected_error = self._expected_error, None
         if expected is not None and output is not None:
             raise expected
-        if output is None:  # it raised
-            self._has_raised = True
-            if self.running is not None:
-                self.running.has_failed = True
+        if output is None and self.running is not None:  # it raised
+            self.running.has_failed = True
         if torch.is_grad_enabled() and module.training:
             if times_compiled() == self._compiled_before:
                 self.nodes = max(self.nodes, sequence_number() - self._first_node)
@@ -391,3 +387,10 @@ class StepWatch:
         self.levels.backward_ended()
         self._note(AFTER_BACKWARD)
         self.risen_bytes = max(0, self.rising.risen_to() - (self.beside_bytes or 0))
+        if self._rest is not None:
+            self._rest.backward_ended()
+
+
+def _versions(parameters: list[nn.Parameter]) -> dict[int, int]:
+    """Return a mapping from ``id`` to version of the trained parameters. Versions change when an optimizer steps."""
+    return {id(each): each._version for each in parameters if each.requires_grad}

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from plimsoll.tracing.recorder.untouched import returned_tensors
-from plimsoll.tracing.torch_internals import at_end_of_backward, current_graph_task, keeps_graph
+from plimsoll.tracing.torch_internals import at_end_of_backward, current_graph_task
 
 
 def is_in_backward() -> bool:
@@ -38,8 +38,6 @@ class OpenGraphs:
 
     def __init__(self, on_backward_end: Callable[[], None], on_backward: Callable[[], None]) -> None:
         self._waiting: weakref.WeakSet[_Graph] = weakref.WeakSet()
-        self._left: weakref.WeakSet[_Graph] = weakref.WeakSet()
-        """Graphs that were abandoned before their backward, or that their backward has retained (``retain_graph=True``)."""
         self._on_backward_end, self._on_backward = on_backward_end, on_backward
         self._task = -1
         self.most = 0
@@ -50,15 +48,9 @@ class OpenGraphs:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    @property
-    def has_left(self) -> bool:
-        """Whether the graph of an earlier step still holds what its forward saved."""
-        return len(self._left) > 0
-
     def abandon(self) -> None:
         """Remove the graphs that still wait, because their backward will not run. They no longer count for the step."""
         self.most -= len(self._waiting)
-        self._left.update(self._waiting)
         self._waiting.clear()
 
     def begin(self) -> None:
@@ -77,10 +69,6 @@ class OpenGraphs:
 
     def _passed(self, graph: _Graph) -> None:
         self._waiting.discard(graph)
-        if keeps_graph():
-            self._left.add(graph)
-        else:
-            self._left.discard(graph)
         self.has_backward = True
         self._on_backward()
         task = current_graph_task()

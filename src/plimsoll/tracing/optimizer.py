@@ -237,24 +237,29 @@ def _copy(
 
 
 def _step_lbfgs(twin: LBFGS) -> None:
-    """Do to memory what a step of L-BFGS does when its history is full: allocate and free the same tensors. The real step is
-    not run, because it reads numbers and calls the model.
+    """Do to memory what a step of L-BFGS does when its history is full. The real step is not run, because it reads numbers and
+    calls the model.
 
-    ``held`` counts the vectors that are alive while the model is evaluated again: the flat gradient, two directions, and
-    entries that are not in the history yet. With a line search, its start and the gradients at tried points are added.
+    ``held`` has the vectors that exist in addition to the state, also while the model is evaluated again: the flat gradient,
+    two entries that are not in the history yet, and two directions. With a line search, its start and the gradients at tried
+    points are added.
     """
     (group,) = twin.param_groups
-    flat = torch.cat([parameter.detach().flatten() for parameter in group["params"]])
+    parts = [parameter.detach().flatten() for parameter in group["params"]]
+    size = sum(part.numel() for part in parts)
     state = twin.state[group["params"][0]]
     for name in ("d", "prev_flat_grad"):
-        state.setdefault(name, torch.empty_like(flat))
+        state.setdefault(name, parts[0].new_empty(size))
     history, held = group["history_size"], 5 if group["line_search_fn"] is None else 11
     for name, count in (("old_dirs", history), ("old_stps", history), ("held", held)):
         there = state.setdefault(name, [])
-        there.extend(torch.empty_like(flat) for _ in range(count - len(there)))
-    newest = flat.sub(state["prev_flat_grad"]), state["d"].mul(1.0)
-    flat.neg().mul(1.0)
-    del newest
+        there.extend(parts[0].new_empty(size) for _ in range(count - len(there)))
+    flat, change, move, *directions = state["held"][:5]
+    torch.cat(parts, out=flat)
+    torch.sub(flat, state["prev_flat_grad"], out=change)
+    torch.mul(state["d"], 1.0, out=move)
+    for direction in directions:
+        torch.neg(flat, out=direction)
 
 
 def _register(twin: Optimizer, names: dict[int, str]) -> tuple[StepTracer, frozenset[int]]:

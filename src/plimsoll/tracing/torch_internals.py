@@ -94,8 +94,6 @@ current_autograd_node: Callable[[], Any] = internal("torch._C._current_autograd_
 """Return the autograd node whose backward runs in this thread, or ``None`` outside of backward."""
 current_graph_task: Callable[[], int] = internal("torch._C._current_graph_task_id")
 """Return the number of the backward that runs in this thread, or -1 outside of backward."""
-keeps_graph: Callable[[], bool] = internal("torch._C._autograd._get_current_graph_task_keep_graph")
-"""Return whether the backward that runs in this thread retains the graph."""
 without_torch_function: Callable[[], AbstractContextManager[None]] = internal("torch._C.DisableTorchFunction")
 sequence_number: Callable[[], int] = internal("torch._C._autograd._get_sequence_nr")
 """Return the number of autograd nodes that this thread has made."""

@@ -331,7 +331,8 @@ class ScheduleAttachment(RemovedAtEnd):
         modules = nn.ModuleList([stage.submod for stage in stages])
         received = [tensor for stage in stages for tensor in received_buffers(stage)]
         self._measuring = step = MeasuredStep(modules, (self._arguments, received), self._call)
-        self._watch = OptimizerWatch(modules.parameters(), self._optimizers, lambda: step.note(OPTIMIZER))
+        trained = frozenset(map(id, modules.parameters()))
+        self._watch = OptimizerWatch(trained, self._optimizers, lambda: step.note(OPTIMIZER))
 
     def _stop_measuring(self) -> None:
         """End the measurement of a step. ``_settle`` reads its result."""

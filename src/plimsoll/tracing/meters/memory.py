@@ -3,9 +3,9 @@ allocator's peak.
 
 On the CPU torch's profiler logs every allocation and release in the thread that entered the meter, in requested bytes, without
 sampling or rounding. The log does not show the release of memory from before the meter. So storages that exist at the start are
-watched through weak references. Storages that only C++ holds at the start (tensors saved by an existing autograd graph) cannot
-be found; if they are freed inside the meter, measured peaks are too high, but never too low. Memory that libraries allocate
-outside of torch's allocator (oneDNN's packed weights) is not measured.
+watched through weak references, also those that existing autograd graphs have saved. Storages that only other C++ code holds
+cannot be found; if they are freed inside the meter, measured peaks are too high, but never too low. Memory that libraries
+allocate outside of torch's allocator (oneDNN's packed weights) is not measured.
 
 On CUDA the figures come from the caching allocator's statistics, which round every block up to 512 bytes. The meter resets the
 device's peak counters.
@@ -39,6 +39,7 @@ from torch.nn.parameter import is_lazy
 
 from plimsoll.errors import PlimsollError
 from plimsoll.tracing.local_tensors import dense_parts, is_wrapper
+from plimsoll.tracing.meters.saved import saved_tensors
 from plimsoll.tracing.torch_internals import has_storage, internal, is_profiled, is_profiler_on
 
 _prepare_profiler, _enable_profiler, _disable_profiler = (
@@ -162,6 +163,12 @@ class PeakMeter:
         return self._meter.peak_bytes_without(addresses)
 
 
+def is_meter_running() -> bool:
+    """Return True if a meter measures memory on the CPU now. No other meter can be started then."""
+    found = None if _CpuMeter.running is None else _CpuMeter.running()
+    return found is not None and found.is_measuring
+
+
 def storage_bytes(tensors: Iterable[torch.Tensor], device: torch.device | str | None = None) -> int:
     """Return the bytes of this process's storages behind ``tensors``, each storage counted once.
 
@@ -213,6 +220,8 @@ def _end_profiler() -> None:
 class _CpuMeter:
     """Measures memory on the CPU: by allocator events of this thread, and by the ends of storages that existed before."""
 
+    running: ClassVar[weakref.ref[_CpuMeter] | None] = None
+    """The meter that has started the profiler last, unless it has stopped."""
     _starts: ClassVar[int] = 0
     """How often a meter has started the profiler, which exists once per process.
 
@@ -243,6 +252,7 @@ class _CpuMeter:
 
     def _run_profiler(self) -> None:
         _CpuMeter._starts += 1
+        _CpuMeter.running = weakref.ref(self)
         self._start = _CpuMeter._starts
         session = profile(use_kineto=True, profile_memory=True)
         self._activities = session.kineto_activities
@@ -261,6 +271,7 @@ class _CpuMeter:
     def stop(self) -> tuple[Window, ...]:
         atexit.unregister(_end_profiler)
         events = _disable_profiler().experimental_event_tree() if self.is_measuring else []
+        _CpuMeter.running = None
         if is_profiled():
             # our profiler has ended the user's; before torch 2.13 the user's then fails if no profiler is running
             self._run_profiler()
@@ -401,16 +412,20 @@ def _tell(note: Callable[[int], None], bytes_: int, _: object) -> None:
 
 
 def live_tensors(device_type: str) -> list[torch.Tensor]:
-    """Return the dense tensors with memory on a device of this type that Python knows, and their gradients."""
-    found: list[torch.Tensor] = []
-    for thing in instances_of(torch.Tensor):
-        if not _has_memory(thing, device_type):
-            continue
-        found.append(thing)
-        gradient = _gradient_of(thing)
-        if gradient is not None and _has_memory(gradient, device_type):
-            found.append(gradient)
-    return found
+    """Return the dense tensors with memory on a device of this type that Python knows, their gradients, and what autograd
+    graphs have saved.
+    """
+    known = instances_of(torch.Tensor)
+    gradients = (
+        gradient for each in known if _has_memory(each, device_type) and (gradient := _gradient_of(each)) is not None
+    )
+    return [each for each in (*known, *gradients, *live_saved_tensors(device_type)) if _has_memory(each, device_type)]
+
+
+def live_saved_tensors(device_type: str) -> list[torch.Tensor]:
+    """Return the dense tensors with memory on a device of this type that existing autograd graphs have saved."""
+    roots = (each for each in instances_of(torch.Tensor) if not is_lazy(each) and not isinstance(each, FakeTensor))
+    return [each for each in saved_tensors(roots) if _has_memory(each, device_type)]
 
 
 def _gradient_of(tensor: torch.Tensor) -> torch.Tensor | None:
