@@ -314,3 +314,85 @@ def test_an_argument_may_be_written_before_backward_as_without_a_plan(managed: A
         WAY.clear()
     assert sum(service.reruns for block in model.blocks for service in block.forward.services.values())
     assert all(map(torch.equal, expected, found))
+
+
+def recordings(model: nn.Sequential) -> list[int]:
+    return [service.recordings for block in model for service in block.forward.services.values()]
+
+
+def test_a_second_run_is_recorded_so_that_a_recipe_serves_the_next_call_of_its_kind(managed: Any):
+    plain, model = pair_of(WAYS["dropout"])
+    handle = managed(model)
+    known = recordings(model)
+    for number in range(10, 18):
+        takes_way = number % 2 == 0
+        expected = trained(plain, number, takes_way=takes_way)
+        assert all(map(torch.equal, expected, trained(model, number, takes_way=takes_way)))
+    assert recordings(model) == [count + 1 for count in known]
+    assert [(outcome.streams, outcome.reruns) for outcome in handle.outcomes()] == [(2, 1), (2, 1)]
+    assert {outcome.how for outcome in handle.outcomes()} == {"2 recipes, and its forward again in 1 calls"}
+
+
+def test_a_second_run_has_the_parameters_of_its_forward(managed: Any):
+    plain, model = pair_of(as_it_is)
+    managed(model)
+    found = []
+    for each in (plain, model):
+        others = {name: (2 * parameter.detach()).requires_grad_() for name, parameter in each.named_parameters()}
+        torch.manual_seed(30)
+        batch = -torch.rand(ROWS, WIDTH)
+        loss = mean_square(torch.func.functional_call(each, others, (batch,)))
+        found.append(torch.autograd.grad(loss, list(others.values()), allow_unused=True))
+    assert reruns(model) == len(model)
+    pairs = zip(*found, strict=True)
+    assert all(one is other is None or torch.equal(one, other) for one, other in pairs)
+
+
+class Masking(Branching):
+    """A branching block that multiplies by a second argument, which autograd does not save."""
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        return super().forward(x) if mask is None else super().forward(x).masked_fill(mask, 0.0)
+
+
+LAYOUTS: dict[str, Callable[[], torch.Tensor]] = {
+    "a view with gaps": lambda: (torch.rand(ROWS, 3 * WIDTH) > 0.5)[:, 1 : WIDTH + 1],
+    "transposed": lambda: (torch.rand(WIDTH, ROWS) > 0.5).t(),
+    "expanded": lambda: (torch.rand(ROWS, 1) > 0.5).expand(ROWS, WIDTH),
+    "windows that overlap": lambda: (torch.rand(ROWS + WIDTH - 1) > 0.5).unfold(0, WIDTH, 1),
+    "without dimensions": lambda: torch.tensor(False),
+}
+
+
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Masking(as_it_is) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x, mask)
+        return x
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_second_run_gets_arguments_of_the_same_layout(layout: str):
+    torch.manual_seed(0)
+    plain = Masked()
+    model = copy.deepcopy(plain)
+
+    def step(each: nn.Module, number: int, sign: int) -> list[torch.Tensor]:
+        torch.manual_seed(number)
+        rows = torch.rand(ROWS, WIDTH) * 0.1
+        rows[:, 0] = sign
+        mean_square(each(rows, LAYOUTS[layout]())).backward()
+        return gradients(each)
+
+    plan = plimsoll.plan(model, (torch.rand(ROWS, WIDTH), LAYOUTS[layout]()), loss=mean_square, strategy="full")
+    with plimsoll.apply(model, plan) as handle, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for number in range(14):
+            sign = 1 if number < KNOWN_STEPS else -1
+            assert all(map(torch.equal, step(plain, number, sign), step(model, number, sign))), number
+        assert handle.faults == ()
+        assert sum(outcome.reruns for outcome in handle.outcomes())

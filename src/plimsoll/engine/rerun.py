@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import numpy as np
@@ -125,9 +126,10 @@ class Entrance:
         without a plan. Other arguments are copied.
         """
 
-        def taken(tensor: torch.Tensor) -> torch.Tensor:
-            own = tensor.detach() if _storage(tensor) in saved else tensor.detach().clone()
-            return own.requires_grad_(tensor.requires_grad)
+        def taken(tensor: torch.Tensor) -> torch.Tensor | _Copy:
+            if _storage(tensor) in saved:
+                return _alias(tensor)
+            return _Copy(tensor.detach().clone(), Geometry.of(tensor), tensor.requires_grad)
 
         small = [each for each in self.sources if _is_small_buffer(each)]
         self._buffers = [(buffer, buffer._version, buffer.detach().clone()) for buffer in small]
@@ -202,6 +204,34 @@ class Entrance:
                 holder[key] = now
 
 
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """Data: a copy of an argument that autograd has not saved, with the argument's own layout.
+
+    A view of a larger tensor has gaps between its numbers, and the copy has none until forward runs again.
+    """
+
+    tensor: torch.Tensor
+    geometry: Geometry
+    requires_grad: bool
+
+    def as_it_was(self) -> torch.Tensor:
+        """Return a tensor with the contents and the layout of the argument."""
+        tensor, made = self.tensor, self.geometry
+        if (tensor.stride() == made.stride and not made.offset) or not tensor.numel():
+            return tensor
+        last = 0
+        for step, count in sorted(zip(made.stride, made.size, strict=True)):
+            if 0 < step <= last and count > 1:  # windows that overlap
+                return tensor
+            last += (count - 1) * step
+        memory = tensor.new_empty(made.offset + last + 1)
+        # An expanded dimension shows one number several times: write that once.
+        shown = tuple([slice(0, 1) if step == 0 else slice(None) for step in made.stride])
+        made.view_on(memory)[shown].copy_(tensor[shown])
+        return made.view_on(memory)
+
+
 class Rerun:
     """Rebuilds the tensors that one call has dropped, by a second run of the region's forward.
 
@@ -270,7 +300,7 @@ class Rerun:
         return made
 
     def _once(self) -> dict[int, torch.Tensor]:
-        args, kwargs = tree_map_only(torch.Tensor, _alias, self._entrance.arguments)
+        args, kwargs = tree_map_only((torch.Tensor, _Copy), _argument, self._entrance.arguments)
         saved: list[torch.Tensor] | None = None
         if self._record is not None and modes_around() is None:
             with self._entrance.again(is_recorded=True):
@@ -323,6 +353,12 @@ def _is_plain_tensor(value: Any) -> bool:
 
 def _is_small_buffer(source: torch.Tensor) -> bool:
     return not isinstance(source, nn.Parameter) and source.is_leaf and source.nbytes <= SMALL_BUFFER_BYTES
+
+
+def _argument(held: torch.Tensor | _Copy) -> torch.Tensor:
+    if isinstance(held, torch.Tensor):
+        return _alias(held)
+    return held.as_it_was().detach().requires_grad_(held.requires_grad)
 
 
 def _alias(tensor: torch.Tensor) -> torch.Tensor:
