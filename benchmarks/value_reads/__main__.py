@@ -4,7 +4,7 @@
     PYTHONPATH=src python -m benchmarks.value_reads --steps 30 --only routed Mixtral
     PYTHONPATH=src python -m benchmarks.value_reads --rows rows.jsonl > page.md
 
-With ``--rows`` each kind is written to a file as soon as it is known, and kinds in the file are not run again. So a
+With ``--rows`` each finished kind is appended to a file, and kinds in the file are not run again. So a
 long run may be interrupted and continued. ``--print-only`` makes a page of the rows that are there.
 """
 
@@ -46,8 +46,8 @@ _LEGEND = (
     "the unmanaged twin's processor time; other work ran on the machine, so they repeat within some percent only. Peaks are "
     "the highest of the last five steps, without parameters. *Recorded*: the most recordings of one block under one signature, "
     "and *streams* the ways through its code that have a recipe then. *Last recorded*: the last step that recorded a block. "
-    "*Run again*: calls without a recipe, whose forward backward ran again. *Equal*: gradients and buffers equal those of the "
-    "unmanaged twin to the bit in every step; a number counts the steps in which they do not."
+    "*Run again*: calls without a recipe. Backward ran their forward again. *Equal*: in every step, gradients and buffers have "
+    "the bits of the unmanaged twin's; a number counts the steps with other bits."
 )
 
 

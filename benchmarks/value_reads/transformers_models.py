@@ -178,7 +178,7 @@ class _Detection(nn.Module):
 
 
 class _RealTimeDetection(_Detection):
-    """RT-DETR, whose class has no checkpointing of its own: the layers of its encoder and decoder are checkpointed here."""
+    """RT-DETR. Its class does not checkpoint by itself: the layers of its encoder and decoder are checkpointed here."""
 
     def gradient_checkpointing_enable(self, options: Mapping[str, bool]) -> None:
         for module in self.model.modules():

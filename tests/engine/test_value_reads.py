@@ -265,6 +265,23 @@ def test_a_plan_names_the_line_that_reads_values():
     assert {region.value_read for region in known.regions} == {""}
 
 
+def test_results_that_are_tuples_of_one_tensor_match_their_recording(recorded: list[int]):
+    def parted(block: Reader, x: torch.Tensor) -> torch.Tensor:
+        (part,) = x.split(len(x))
+        (rows,) = torch.where(x.detach()[:, 0] > 0)
+        return part + block.wide(x).index_fill(0, rows, 0.0)
+
+    torch.manual_seed(0)
+    model = Readers(parted)
+    plan = plimsoll.plan(model, rows_of(99), loss=mean_square, strategy="full")
+    with plimsoll.apply(model, plan) as handle, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for step in range(STEPS):
+            gradients(model, step)
+        assert recorded[0] <= 5 * BLOCKS
+        assert {outcome.reruns for outcome in handle.outcomes()} == {0}
+
+
 def test_outcomes_count_recipes_and_second_runs():
     torch.manual_seed(0)
     model = Readers(branched)

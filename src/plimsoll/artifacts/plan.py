@@ -76,7 +76,7 @@ class RegionPlan(msgspec.Struct, frozen=True, kw_only=True):
     """The bytes of the tensors that the region was called with."""
     spare_bytes: int | None = 0
     """How many bytes a call may keep in values that the plan does not know, because the code took another way than in the
-    planned step. If a call saves more, these values are dropped. ``None``: there is no limit."""
+    planned step. If a call saves more, these values are dropped. ``None`` means any number."""
 
     def __post_init__(self) -> None:
         _refuse_twice([decision.value for decision in self.decisions], "values")

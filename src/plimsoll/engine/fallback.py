@@ -13,9 +13,9 @@ from plimsoll.errors import RanksDiffer
 class Fallback:
     """Reports the calls of one region that recipes (recorded ops) cannot serve.
 
-    A call that matches no recorded call, or that cannot be recorded, keeps everything. A region is never run a second time:
-    forward may count, draw from its own generator or append tensors to a list, and data that it read may have changed before
-    backward. A second run would then do something else without any sign of it.
+    A call that matches no recorded call, or that cannot be recorded, keeps everything, unless it may run again in backward
+    (see ``rerun``). Forward may count, draw from its own generator or append tensors to a list, and data that it read may have
+    changed before backward. A second run could then do something else without any sign.
     """
 
     def __init__(self, name: str) -> None:

@@ -54,7 +54,7 @@ class Rung:
     plan: Plan
     shaped: ShapedPlan
     larger_bytes: int
-    """The bytes by which the peak of another batch of the same shape may be higher, because of its values."""
+    """How many bytes more another batch of the same shape may need, because of its values."""
 
 
 class Ladder(Generic[S]):

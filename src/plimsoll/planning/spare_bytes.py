@@ -2,7 +2,7 @@
 
 Another batch may make such a region save larger tensors (a router sends it more rows), or tensors that the plan does not know
 (its code takes another way than in the planned step). The plan's peak contains neither. So a part of the budget stays free for
-larger tensors, and the rest of what the budget has beyond the peak decides whether unknown tensors are kept or dropped.
+larger tensors, and the other bytes between peak and budget decide whether unknown tensors are kept or dropped.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _DEVIATIONS = 2.0
 
 
 def spread_bytes(plan: Plan) -> int:
-    """Return the bytes by which the peak of another batch may exceed a plan's peak, because regions that read values hold more.
+    """Return how many bytes more than a plan's peak another batch may need, because regions that read values hold more.
 
     A plan is made from one step, but a step has several regions of one kind, and each of them read other values. They are
     alike if they decide about equally many values. The deviations of the bytes that they hold add up as those of independent
@@ -38,9 +38,9 @@ def spread_bytes(plan: Plan) -> int:
 def with_spare_bytes(plan: Plan, spare_bytes: int) -> Plan:
     """Return the plan with the bytes that each region may keep in values that the plan does not know.
 
-    ``spare_bytes`` is what the budget has beyond the peak. What stays free for larger tensors is subtracted, and the regions
-    that read values share the rest. There is no limit for a region that keeps everything and saves much: it need not be
-    watched, which would cost time. A region that saves little is watched. Its code may have returned early in the planned step,
+    ``spare_bytes`` are the bytes between the peak and the budget. The bytes that stay free for larger tensors are subtracted,
+    and the regions that read values share the rest. A region that keeps everything and saves much has no limit, because
+    watching it would cost time. A region that saves little is watched: its code may have returned early in the planned step,
     which says nothing about its other ways.
     """
     readers = sum(1 for region in plan.regions if region.value_read)

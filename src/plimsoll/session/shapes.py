@@ -81,7 +81,7 @@ class _Steps:
 
 
 class _Written(NamedTuple):
-    """Data: a plan as it was written for a batch shape, the rung (plan of the ladder) it was made from, and its forecast."""
+    """Data: the plan for a batch shape, the rung (plan of the ladder) that it was made from, and the rung's forecast."""
 
     plan: Plan
     rung: Plan
