@@ -265,6 +265,25 @@ def test_a_plan_names_the_line_that_reads_values():
     assert {region.value_read for region in known.regions} == {""}
 
 
+@pytest.mark.parametrize("kind", ["routed", "branched", "unique", "dropped_out"])
+def test_new_sizes_after_many_calls_of_one_size_keep_every_bit(kind: str):
+    torch.manual_seed(0)
+    plain = Readers(KINDS[kind])
+    model = copy.deepcopy(plain)
+    plan = plimsoll.plan(model, rows_of(99), loss=mean_square, strategy="full")
+    with plimsoll.apply(model, plan) as handle:
+        for step in range(STEPS):
+            rows = rows_of(step)[: None if step < STEPS // 2 else ROWS - 5 * step]
+            found = []
+            for each in (plain, model):
+                torch.manual_seed(step)
+                each.zero_grad()
+                mean_square(each(rows)).backward()
+                found.append([parameter.grad for parameter in each.parameters() if parameter.grad is not None])
+            assert all(map(torch.equal, *found)), step
+        assert handle.faults == ()
+
+
 def test_results_that_are_tuples_of_one_tensor_match_their_recording(recorded: list[int]):
     def parted(block: Reader, x: torch.Tensor) -> torch.Tensor:
         (part,) = x.split(len(x))

@@ -26,12 +26,17 @@ def test_a_split_block_drops_nine_tenths_of_what_the_whole_one_drops(ranks: Told
         assert min(found["tensor parallel"]["shares"]) >= 0.9
 
 
+def _without_lines(obstacles: list[str]) -> set[str]:
+    """Return the reasons without the lines of code that follow in parentheses."""
+    return {reason.partition(" (")[0] for reason in obstacles}
+
+
 def test_what_lies_behind_collectives_is_kept_unless_they_may_be_repeated(ranks: Told):
     for found in ranks:
         assert 0.7 < min(found["sequence parallel"]["shares"]) <= max(found["sequence parallel"]["shares"]) < 0.9
-        assert found["sequence parallel"]["obstacles"] == [
+        assert _without_lines(found["sequence parallel"]["obstacles"]) == {
             "it cannot be recomputed: _c10d_functional.wait_tensor: is a collective"
-        ]
+        }
         assert min(found["sequence parallel, repeated"]["shares"]) == 1.0
         assert found["sequence parallel, repeated"]["obstacles"] == []
 
@@ -52,7 +57,8 @@ def test_repeated_collectives_are_as_many_on_every_rank(ranks: Told):
 
 def test_experts_that_were_chosen_are_kept(ranks: Told):
     for found in ranks:
-        assert "it cannot be recomputed: topk: chooses where tokens are routed" in found["expert parallel"]["obstacles"]
+        reasons = _without_lines(found["expert parallel"]["obstacles"])
+        assert "it cannot be recomputed: topk: chooses where tokens are routed" in reasons
         assert min(found["expert parallel"]["shares"]) > 0.8
 
 

@@ -18,6 +18,7 @@ from plimsoll.engine.call_stream import StreamRecorder, references
 from plimsoll.engine.capturing import WARM_UP, refuse_capture
 from plimsoll.engine.guards import NO_OFFSET, Entry, SignatureReader
 from plimsoll.engine.hooks import GONE, Cell, OpenCall, unpack
+from plimsoll.engine.open_numbers import has_unknown
 from plimsoll.engine.program import Program, Shared
 from plimsoll.engine.replay_code import RecordedRegion
 from plimsoll.engine.replay_plan import DropChoice, ParameterSource, ReplayPlan, choose
@@ -126,7 +127,8 @@ class Recording:
         saved = {slot.value for slot in self.graph.slots if slot.is_managed}
         unknown = [value for value in self.graph.values if value.name not in known]
         sizes = {value.storage: value.bytes for value in unknown if value.id in saved and value.origin is Origin.OP}
-        if sum(sizes.values()) <= plan.spare_bytes:
+        # A recording whose sizes are inputs of the recipe has no number of bytes.
+        if not any(map(has_unknown, sizes.values())) and sum(sizes.values()) <= plan.spare_bytes:
             return plan.dropped
         return plan.dropped | frozenset(value.name for value in unknown)
 

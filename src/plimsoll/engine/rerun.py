@@ -33,7 +33,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from plimsoll.engine.guards import Entry, SignatureReader
 from plimsoll.engine.hooks import GONE, Cell, OpenCall, modified_in_place
 from plimsoll.engine.modes import modes_around
-from plimsoll.engine.record import SMALL_BUFFER_BYTES, RegionForward
+from plimsoll.engine.record import SMALL_BUFFER_BYTES, SMALL_PARAMETER_BYTES, RegionForward
 from plimsoll.engine.torch_flags import in_force
 from plimsoll.errors import ReplayMismatch
 from plimsoll.tracing.local_tensors import is_sharded
@@ -70,8 +70,11 @@ class Entrance:
         self._entry, self._reader = entry, reader
         self._scalars = reader.scalars()
         self._versions = _versions(entry)
-        self._buffers: list[tuple[torch.Tensor, int, torch.Tensor]] = []
-        """The small buffers, each with its version and a copy of its contents. A model may write to them before backward."""
+        self._copies: list[tuple[torch.Tensor, int, torch.Tensor]] = []
+        """The small buffers, and the small parameters that autograd has not saved (biases), each with its version and a copy of
+        its contents. Other code may write to them before backward.
+        """
+        self._training = [(inner, inner.training) for inner in subject.module.modules()]
         self._fixed: list[tuple[torch.Tensor, int]] = []
         """Aliases of the tensors that must not change before backward, each with its version."""
         self._sources: list[tuple[dict[str, Any], str, int, torch.Tensor]] = []
@@ -131,10 +134,10 @@ class Entrance:
                 return _alias(tensor)
             return _Copy(tensor.detach().clone(), Geometry.of(tensor), tensor.requires_grad)
 
-        small = [each for each in self.sources if _is_small_buffer(each)]
-        self._buffers = [(buffer, buffer._version, buffer.detach().clone()) for buffer in small]
+        small = {id(each): each for each in self.sources if _is_small(each, saved)}
+        self._copies = [(each, each._version, each.detach().clone()) for each in small.values()]
         inputs = [each for each in self._entry.inputs if _storage(each) in saved]
-        fixed = [each for each in self.sources if not _is_small_buffer(each)]
+        fixed = [each for each in self.sources if id(each) not in small]
         self._fixed = [(tensor.detach(), tensor._version) for tensor in (*fixed, *inputs)]
         places = zip(self._reader.places, self._entry.sources, strict=True)
         self._sources = [(*place, id(source), _alias(source)) for place, source in places if source is not None]
@@ -161,7 +164,7 @@ class Entrance:
         now, state = RandomState(), KeptState(self.subject.module)
         changed = [
             (source.data, kept, source.detach().clone())
-            for source, version, kept in self._buffers
+            for source, version, kept in self._copies
             if source._version != version
         ]
         try:
@@ -173,7 +176,7 @@ class Entrance:
                     stack.enter_context(without_torch_function())
                 stack.enter_context(globals_kept(self.subject.module.modules()))
                 stack.enter_context(in_force(self._entry.flags, self.subject.device_type))
-                stack.enter_context(self._sources_back())
+                stack.enter_context(self._module_back())
                 for kind, dtype, is_enabled in self._autocast:
                     cached = torch.autocast(kind, dtype=dtype, enabled=is_enabled, cache_enabled=self._is_cached)
                     stack.enter_context(cached)
@@ -186,12 +189,16 @@ class Entrance:
             now.put_back()
 
     @contextlib.contextmanager
-    def _sources_back(self) -> Iterator[None]:
-        """Return a context manager. Inside, the module has the parameters and buffers of the first run.
+    def _module_back(self) -> Iterator[None]:
+        """Return a context manager. Inside, the module has the parameters, buffers and training flags of the first run.
 
-        ``torch.func.functional_call`` gives a module other parameters for one call.
+        ``torch.func.functional_call`` gives a module other parameters for one call, and a loop may evaluate the model before
+        backward.
         """
         replaced = []
+        flags = [(inner, inner.training) for inner, _ in self._training]
+        for inner, was_training in self._training:
+            inner.training = was_training
         for holder, key, identity, alias in self._sources:
             now = holder.get(key)
             if id(now) != identity:
@@ -202,6 +209,8 @@ class Entrance:
         finally:
             for holder, key, now in replaced:
                 holder[key] = now
+            for inner, is_training in flags:
+                inner.training = is_training
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,8 +360,11 @@ def _is_plain_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and is_plain(value)
 
 
-def _is_small_buffer(source: torch.Tensor) -> bool:
-    return not isinstance(source, nn.Parameter) and source.is_leaf and source.nbytes <= SMALL_BUFFER_BYTES
+def _is_small(source: torch.Tensor, saved: Collection[int]) -> bool:
+    """Return whether a parameter or buffer is copied. ``saved`` are the ids of the storages that autograd has saved."""
+    if isinstance(source, nn.Parameter):
+        return source.dim() <= 1 and source.nbytes <= SMALL_PARAMETER_BYTES and _storage(source) not in saved
+    return source.is_leaf and source.nbytes <= SMALL_BUFFER_BYTES
 
 
 def _argument(held: torch.Tensor | _Copy) -> torch.Tensor:

@@ -39,7 +39,7 @@ MOST_WATCH = 16
 """The most calls to watch because of values that the region reads. A region whose calls then still differ is run again in
 backward whenever a call has an unknown stream (see ``rerun``).
 """
-MOST_LEARNED = 64
+MOST_LEARNED = 24
 """The most recordings of calls that read values, with those in backward."""
 MAX_IDLE_CHANGES = 3
 """The limit for changes of scalar attributes (such as counters) that do not change the stream of torch calls.
