@@ -332,11 +332,13 @@ def record_again(
 ) -> tuple[list[torch.Tensor], Recording | None]:
     """Record a region's forward that runs a second time, in backward.
 
-    Return the tensors that it saved, by slot, and the recording. The recording is ``None`` if recipes may not repeat the ops.
+    Return the tensors that it saved, by slot, and the recording. The recording is ``None`` if recipes may not repeat the ops,
+    or if they communicate with other ranks, which then have to agree.
     """
     call = _watch(subject, entry, reader, args, kwargs, shared, unpack)
     saved = [tensor.detach() for tensor in call.saved.tensors]
-    recording = None if _obstacle(call) else _recording(call, subject)
+    communicates = any(is_collective(op.func) for op in call.recorder.ops)
+    recording = None if communicates or _obstacle(call) else _recording(call, subject)
     call.saved.close()
     return saved, recording
 

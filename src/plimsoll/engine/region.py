@@ -274,7 +274,12 @@ class ManagedRegion:
             if recorded.is_misfit:
                 self._misfit(service)
             # A recording with collectives is not reused for other signatures: all ranks must agree on it when it is recorded.
-            service.is_opaque |= recorded.recording is not None and recorded.recording.is_opaque
+            if recorded.peers:
+                service.obstacle = "it communicates with other ranks"
+            elif recorded.recording is not None and recorded.recording.is_opaque:
+                service.obstacle = (
+                    "code runs in it that PyTorch does not call (TorchScript, an extension, an operator, a mode)"
+                )
             if recorded.recording is not None and not recorded.peers:
                 self._recordings.add(entry.signature, recorded.recording)
                 self._open_numbers(service, entry.signature, is_linked=shared.links.has_made_first(entry.inputs))
@@ -396,10 +401,7 @@ class ManagedRegion:
         if entrance is None or (program is not None and program.plan.collectives):
             return ""
         obstacle = entrance.obstacle(opened.call, opened.guard.strangers | service.functions)
-        if service.is_opaque and not obstacle:
-            obstacle = (
-                "code runs in it that PyTorch does not call (TorchScript, an extension, a custom operator, a mode)"
-            )
+        obstacle = obstacle or service.obstacle
         service.may_rerun = not obstacle
         if obstacle:
             return obstacle

@@ -30,6 +30,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from plimsoll.engine.capturing import is_capturing
 from plimsoll.engine.guards import Entry, SignatureReader
 from plimsoll.engine.hooks import GONE, Cell, OpenCall, modified_in_place
 from plimsoll.engine.modes import modes_around
@@ -74,7 +75,7 @@ class Entrance:
         """The small buffers, and the small parameters that autograd has not saved (biases), each with its version and a copy of
         its contents. Other code may write to them before backward.
         """
-        self._training = [(inner, inner.training) for inner in subject.module.modules()]
+        self._training: list[tuple[nn.Module, bool]] = []
         self._fixed: list[tuple[torch.Tensor, int]] = []
         """Aliases of the tensors that must not change before backward, each with its version."""
         self._sources: list[tuple[dict[str, Any], str, int, torch.Tensor]] = []
@@ -139,6 +140,7 @@ class Entrance:
         inputs = [each for each in self._entry.inputs if _storage(each) in saved]
         fixed = [each for each in self.sources if id(each) not in small]
         self._fixed = [(tensor.detach(), tensor._version) for tensor in (*fixed, *inputs)]
+        self._training = [(inner, inner.training) for inner in self.subject.module.modules()]
         places = zip(self._reader.places, self._entry.sources, strict=True)
         self._sources = [(*place, id(source), _alias(source)) for place, source in places if source is not None]
         self.arguments = tree_map_only(torch.Tensor, taken, self.arguments)
@@ -250,12 +252,7 @@ class Rerun:
     forward cannot be recorded now.
     """
 
-    def __init__(
-        self,
-        entrance: Entrance,
-        on_failure: Callable[[], None],
-        record: Record | None,
-    ) -> None:
+    def __init__(self, entrance: Entrance, on_failure: Callable[[], None], record: Record | None) -> None:
         self._entrance = entrance
         self._on_failure = on_failure
         self._record = record
@@ -311,9 +308,11 @@ class Rerun:
     def _once(self) -> dict[int, torch.Tensor]:
         args, kwargs = tree_map_only((torch.Tensor, _Copy), _argument, self._entrance.arguments)
         saved: list[torch.Tensor] | None = None
-        if self._record is not None and modes_around() is None:
+        record, self._record = self._record, None  # a second backward through the same graph learns nothing more
+        is_alone = modes_around() is None and not is_capturing(self._entrance.subject.device_type)
+        if record is not None and is_alone:
             with self._entrance.again(is_recorded=True):
-                saved = self._record(args, kwargs)
+                saved = record(args, kwargs)
         last = max(self._expected)
         if saved is None:
             saved = self._unrecorded(last, args, kwargs)

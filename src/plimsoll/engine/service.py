@@ -91,8 +91,8 @@ class Service:
         self._is_distrusted = False
         self.may_rerun = True
         """Whether the last call with an unknown stream or a misfit could run again in backward."""
-        self.is_opaque = False
-        """Whether code has run that may do something else although its torch calls are the same. It is not run again."""
+        self.obstacle = ""
+        """The reason why no call of the region may run again in backward, or ""."""
         self.may_learn = True
         """Whether calls that run again in backward are recorded there."""
         self.reruns = 0
@@ -236,7 +236,7 @@ class Service:
         does not record its first call: that call runs again in backward, where it is recorded if it may run again.
         """
         if other.reads_values:
-            self.reads_values, self.recordings, self.is_opaque = True, other.recordings, other.is_opaque
+            self.reads_values, self.recordings, self.obstacle = True, other.recordings, other.obstacle
             self.may_rerun, self.may_learn = other.may_rerun, other.may_learn
             if self.may_rerun and self.recordings >= MOST_WATCH:
                 self._watch, self._scalars, self._idle_changes = 0, other._scalars, other._idle_changes
