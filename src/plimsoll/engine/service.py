@@ -39,8 +39,6 @@ MOST_WATCH = 16
 """The most calls to watch because of values that the region reads. A region whose calls then still differ is run again in
 backward whenever a call has an unknown stream (see ``rerun``).
 """
-MOST_LEARNED = 24
-"""The most recordings of calls that read values, with those in backward."""
 MAX_IDLE_CHANGES = 3
 """The limit for changes of scalar attributes (such as counters) that do not change the stream of torch calls.
 
@@ -224,10 +222,11 @@ class Service:
     def rerun(self) -> None:
         """Note that backward will run a call again, because its stream is unknown. The second run is recorded.
 
-        Stop to learn after ``MOST_LEARNED`` recordings: a region whose calls still differ then will not repeat itself.
+        That ends after ``MOST_WATCH`` recordings: recording costs more than a second run, and a region whose calls still differ
+        then rarely does the same twice.
         """
         self.reruns += 1
-        self.may_learn = self.may_learn and self.recordings < MOST_LEARNED
+        self.may_learn = self.may_learn and self.recordings < MOST_WATCH
 
     def resume(self, other: Service) -> None:
         """Take over what the service of the region's last call knows about values that are read.
