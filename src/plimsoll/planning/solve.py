@@ -98,8 +98,8 @@ def solve(
         chunked_bytes = peak_with_chunked_loss(planner.floor)
         raise floor_error(budget_bytes, describe_peak(planner.floor), excess_bytes, chunked_bytes=chunked_bytes)
     plan = _write(planner, outcome, budget_bytes, strategy, room_bytes, started)
-    larger_bytes = spread_bytes(plan)
-    if strategy != "auto" or room_bytes is None or plan.predicted_peak_bytes + larger_bytes <= room_bytes:
+    larger_bytes = spread_bytes(plan) if plan.status.is_usable and strategy == "auto" else 0
+    if room_bytes is None or not larger_bytes or plan.predicted_peak_bytes + larger_bytes <= room_bytes:
         return plan
     # Another batch may need more than this one. Leave as much free as the lowest plan allows.
     outcome = _optimise(planner, max(room_bytes - larger_bytes, planner.floor.peak_bytes))
