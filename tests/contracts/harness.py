@@ -77,7 +77,7 @@ class Drops:
     packs: Mapping[str, str] = field(default_factory=dict)
     is_boundary_dropped: bool = False
     has_offload: bool = False
-    is_untouched: bool = False
+    is_left_alone: bool = False
     call: int = 0
     steady_inputs: tuple[str, ...] = ()
     spare_bytes: int = 0

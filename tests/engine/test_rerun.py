@@ -268,7 +268,7 @@ def test_a_parameter_that_is_written_before_backward_ends_in_an_error(managed: A
     managed(model)
     loss = mean_square(step_of(model, 20, takes_way=True))
     with torch.no_grad():
-        model[0].up.weight.add_(1)  # autograd has not saved it, because the batch needs no gradient
+        model[0].up.weight.add_(1)  # autograd saves it only if the batch needs a gradient
     with pytest.raises(SavedTensorModified):
         loss.backward()
 

@@ -253,7 +253,7 @@ def test_a_region_keeps_what_the_plan_does_not_know_if_the_budget_has_room_for_i
 
 def test_a_region_that_saves_much_is_left_alone_if_the_budget_has_much_room():
     plan = plimsoll.plan(Readers(branched), rows_of(99), "1GiB", loss=mean_square)
-    assert [region.is_untouched for region in plan.regions] == [True] * BLOCKS
+    assert [region.is_left_alone for region in plan.regions] == [True] * BLOCKS
 
 
 def test_a_plan_names_the_line_that_reads_values():

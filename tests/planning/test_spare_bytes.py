@@ -106,7 +106,7 @@ def test_regions_that_read_values_share_what_is_left_of_the_budget():
     plan = msgspec.structs.replace(planned("none"), regions=(short, other, long, unread))
     spares = [each.spare_bytes for each in with_spare_bytes(plan, 3100).regions]
     assert spares == [1024, 1024, None, 0]
-    assert [each.is_untouched for each in with_spare_bytes(plan, 3100).regions] == [False, False, True, True]
+    assert [each.is_left_alone for each in with_spare_bytes(plan, 3100).regions] == [False, False, True, True]
 
 
 def test_no_byte_may_be_kept_if_the_budget_has_none_left():

@@ -23,7 +23,7 @@ def _said_beside_overruns(rank: dict[str, Any]) -> list[str]:
     """Return what a rank said, without the overruns that it did have.
 
     gloo's threads release the buffers of collectives when they are done with them, so a busy machine
-    can hold a step a few KiB over its budget. Such a step has to be said, and is no fault of the plan.
+    can hold a step a few KiB over its budget. Such a step has to be said. The plan is right.
     """
     is_over = rank["peak"] > rank["budget"]
     return [said for said in rank["said"] if not (is_over and "a training step took" in said)]

@@ -83,14 +83,17 @@ class RegionPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_untouched(self) -> bool:
-        """Whether the plan keeps everything in this region, so that Plimsoll does not change it.
+        """Whether the plan keeps everything in this region."""
+        return not self.is_boundary_dropped and all(d.decision is Decision.KEEP for d in self.decisions)
 
-        A region that reads values of tensors may save values that the plan does not know, so it is left alone only if there is
-        no limit for them.
+    @property
+    def is_left_alone(self) -> bool:
+        """Whether Plimsoll does not change this region.
+
+        A region that reads values of tensors may save values that the plan does not know. If their bytes are limited, the
+        region is managed although the plan keeps everything.
         """
-        if self.is_boundary_dropped or (self.value_read and self.spare_bytes is not None):
-            return False
-        return all(d.decision is Decision.KEEP for d in self.decisions)
+        return self.is_untouched and not (self.value_read and self.spare_bytes is not None)
 
     @property
     def dropped(self) -> frozenset[str]:

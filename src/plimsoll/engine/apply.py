@@ -426,13 +426,13 @@ def _regions(plan: Plan) -> dict[str, tuple[RegionPlan, ...]]:
 def _managed_regions(plan: Plan) -> dict[str, tuple[RegionPlan, ...]]:
     """Return the regions that get a wrapper, as a mapping from the region's name to the plans for its calls.
 
-    These are three kinds: the regions where the plan does not keep everything, the regions that run while offloads are under
-    way, and the first region. The first region is wrapped because its inputs show how large a call of the model will be.
+    These are three kinds: the regions that the plan does not leave alone, the regions that run while offloads are under way,
+    and the first region. The first region is wrapped because its inputs show how large a call of the model will be.
     """
     hides = hiding(plan.regions)
     regions = _regions(plan)
     found = {
-        name: calls for name, calls in regions.items() if name in hides or not all(call.is_untouched for call in calls)
+        name: calls for name, calls in regions.items() if name in hides or not all(call.is_left_alone for call in calls)
     }
     first = next(iter(regions), None)
     return found if not found or first is None else {first: regions[first], **found}

@@ -127,7 +127,7 @@ class Recording:
         saved = {slot.value for slot in self.graph.slots if slot.is_managed}
         unknown = [value for value in self.graph.values if value.name not in known]
         sizes = {value.storage: value.bytes for value in unknown if value.id in saved and value.origin is Origin.OP}
-        # A recording whose sizes are inputs of the recipe has no number of bytes.
+        # If sizes are inputs of the recipe, the bytes are unknown.
         if not any(map(has_unknown, sizes.values())) and sum(sizes.values()) <= plan.spare_bytes:
             return plan.dropped
         return plan.dropped | frozenset(value.name for value in unknown)

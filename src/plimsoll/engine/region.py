@@ -107,7 +107,7 @@ class ManagedRegion:
             if effect not in self._decisions
         }
         self._plans = tuple(map(self._decisions.__getitem__, effects))
-        self._untouched = {id(plan) for plan in self._plans if plan.is_untouched}
+        self._untouched = {id(plan) for plan in self._plans if plan.is_left_alone}
 
     def forget(self) -> None:
         """Discard all recordings, so that the next calls are recorded again."""
@@ -276,11 +276,11 @@ class ManagedRegion:
             # A recording with collectives is not reused for other signatures: all ranks must agree on it when it is recorded.
             if recorded.peers:
                 service.obstacle = "it communicates with other ranks"
-            elif recorded.recording is not None and recorded.recording.is_opaque:
-                service.obstacle = (
-                    "code runs in it that PyTorch does not call (TorchScript, an extension, an operator, a mode)"
-                )
-            if recorded.recording is not None and not recorded.peers:
+            elif recorded.recording is not None:
+                if recorded.recording.is_opaque:
+                    service.obstacle = (
+                        "code runs in it that PyTorch does not call (TorchScript, an extension, an operator, a mode)"
+                    )
                 self._recordings.add(entry.signature, recorded.recording)
                 self._open_numbers(service, entry.signature, is_linked=shared.links.has_made_first(entry.inputs))
             if recorded.reads_values or service.reads_values:
@@ -327,7 +327,8 @@ class ManagedRegion:
         The saved tensors are held until forward has returned. Then the guards check that the call did the same as the recorded
         call, and what the plan drops is dropped.
         """
-        entrance = Entrance(self._subject, entry, self._reader, args, kwargs) if service.reads_values else None
+        may_rerun = service.reads_values and not service.obstacle
+        entrance = Entrance(self._subject, entry, self._reader, args, kwargs) if may_rerun else None
         opened = _unseen(entry.modes, self._open, service, entry, args, kwargs, entrance)
         call, guard = opened.call, opened.guard
         pack = call.pack_random if service.points else call.pack
@@ -356,7 +357,7 @@ class ManagedRegion:
         inputs = call_tensors(args, kwargs) if service.needs_inputs else []
         versions = [version_of(tensor) for tensor in inputs]
         guard = StreamGuard(service.known, references((*entry.sources, *entry.inputs)))
-        return _Opened(call, inputs, versions, guard, entrance, entry.signature)
+        return _Opened(call, inputs, versions, guard, entrance)
 
     def _close(self, service: Service, opened: _Opened, output: Any, nodes: int) -> None:
         """Finish a steady call after its forward: drop what the plan drops, or keep everything if the call differs from all
@@ -397,17 +398,21 @@ class ManagedRegion:
         Otherwise return the reason. It is "" if the region does not read values of tensors: then a new stream means that Python
         state has changed, and a second run would start from the changed state.
         """
-        entrance, program, shared = opened.entrance, service.program, self._shared
-        if entrance is None or (program is not None and program.plan.collectives):
+        entrance, program = opened.entrance, service.program
+        if not service.reads_values or (program is not None and program.plan.collectives):
             return ""
-        obstacle = entrance.obstacle(opened.call, opened.guard.strangers | service.functions)
-        obstacle = obstacle or service.obstacle
+        obstacle = service.obstacle
+        if entrance is not None:
+            obstacle = entrance.obstacle(opened.call, opened.guard.strangers | service.functions)
         service.may_rerun = not obstacle
-        if obstacle:
+        if entrance is None or obstacle:
             return obstacle
-        signature, is_linked = opened.signature, shared.links.has_made_first(entrance.inputs)
-        record = functools.partial(self._record_again, service=service, signature=signature, is_linked=is_linked)
-        Rerun(entrance, service.distrust, record if service.may_learn else None).drop(opened.call)
+        record = None
+        if service.may_learn:
+            is_linked = self._shared.links.has_made_first(entrance.entry.inputs)
+            signature = entrance.entry.signature
+            record = functools.partial(self._record_again, service=service, signature=signature, is_linked=is_linked)
+        Rerun(entrance, service.distrust, record).drop(opened.call)
         service.rerun()
         return None
 
@@ -476,7 +481,6 @@ class _Opened(NamedTuple):
     versions: list[int]
     guard: StreamGuard
     entrance: Entrance | None
-    signature: tuple[Any, ...]
 
 
 def _unseen(modes: Modes | None, function: Callable[..., T], *args: Any) -> T:

@@ -68,7 +68,7 @@ class Entrance:
         self.subject = subject
         self.arguments = (args, kwargs)
         self.random = RandomState()
-        self._entry, self._reader = entry, reader
+        self.entry, self._reader = entry, reader
         self._scalars = reader.scalars()
         self._versions = _versions(entry)
         self._copies: list[tuple[torch.Tensor, int, torch.Tensor]] = []
@@ -87,12 +87,7 @@ class Entrance:
     @property
     def sources(self) -> list[torch.Tensor]:
         """The parameters and buffers that exist."""
-        return [source for source in self._entry.sources if source is not None]
-
-    @property
-    def inputs(self) -> list[torch.Tensor]:
-        """The tensors among the arguments. Empty once `hold` has been called."""
-        return list(self._entry.inputs)
+        return [source for source in self.entry.sources if source is not None]
 
     def obstacle(self, call: OpenCall, functions: Collection[Any]) -> str:
         """Return the reason why this call must not run a second time, or "" if it may. Forward has just returned.
@@ -102,7 +97,7 @@ class Entrance:
         leaves = tree_leaves(self.arguments)
         if not all(isinstance(leaf, _PLAIN_ARGUMENTS) or _is_plain_tensor(leaf) for leaf in leaves):
             return "an argument is neither a plain tensor nor a number nor a text"
-        if self._entry.modes is not None:
+        if self.entry.modes is not None:
             return "function modes are active"
         if call.sharded or any(map(is_sharded, self.sources)):
             return "its tensors are sharded"
@@ -116,7 +111,7 @@ class Entrance:
         held = with_contents(attributes, attributes_as_well=True).values()
         if any(isinstance(value, _ADVANCED) for value in held):
             return "it holds a random generator or an iterator, which a second run would advance"
-        if self._scalars != self._reader.scalars() or self._versions != _versions(self._entry):
+        if self._scalars != self._reader.scalars() or self._versions != _versions(self.entry):
             return "it writes to its arguments, its buffers or its attributes"
         alive = zip(call.cells, call.tensors, strict=True)
         if any(cell is not GONE and cell.version_now(tensor) != cell.version for cell, tensor in alive):
@@ -137,14 +132,14 @@ class Entrance:
 
         small = {id(each): each for each in self.sources if _is_small(each, saved)}
         self._copies = [(each, each._version, each.detach().clone()) for each in small.values()]
-        inputs = [each for each in self._entry.inputs if _storage(each) in saved]
+        inputs = [each for each in self.entry.inputs if _storage(each) in saved]
         fixed = [each for each in self.sources if id(each) not in small]
         self._fixed = [(tensor.detach(), tensor._version) for tensor in (*fixed, *inputs)]
         self._training = [(inner, inner.training) for inner in self.subject.module.modules()]
-        places = zip(self._reader.places, self._entry.sources, strict=True)
+        places = zip(self._reader.places, self.entry.sources, strict=True)
         self._sources = [(*place, id(source), _alias(source)) for place, source in places if source is not None]
         self.arguments = tree_map_only(torch.Tensor, taken, self.arguments)
-        self._entry = self._entry._replace(sources=[], inputs=[])  # they would hold the graph that made them
+        self.entry = self.entry._replace(sources=[], inputs=[])  # they would hold the graph that made them
 
     def refuse_changed(self) -> None:
         """Compare the version counters of parameters, large buffers and saved arguments with those of forward.
@@ -177,7 +172,7 @@ class Entrance:
                 if not is_recorded:
                     stack.enter_context(without_torch_function())
                 stack.enter_context(globals_kept(self.subject.module.modules()))
-                stack.enter_context(in_force(self._entry.flags, self.subject.device_type))
+                stack.enter_context(in_force(self.entry.flags, self.subject.device_type))
                 stack.enter_context(self._module_back())
                 for kind, dtype, is_enabled in self._autocast:
                     cached = torch.autocast(kind, dtype=dtype, enabled=is_enabled, cache_enabled=self._is_cached)

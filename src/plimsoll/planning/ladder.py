@@ -104,8 +104,8 @@ class Ladder(Generic[S]):
     def fitting(self, shape: S, room_bytes: int) -> list[tuple[Plan, Forecast]]:
         """Return a list of (plan, forecast) with the ladder's plans that fit ``room_bytes`` at a batch shape.
 
-        Only forward and backward have to fit; the optimizer's step does not count. If some plans fit with all batches of this
-        shape, whatever their values are, only these are returned.
+        Only forward and backward have to fit; the optimizer's step does not count. If some plans also have room for
+        the larger bytes of other batches of this shape, only these are returned.
         """
         rungs = list(zip(self.rungs, self.at(shape), strict=True))
         fitting = [(rung, forecast) for rung, forecast in rungs if forecast.before_optimizer_bytes <= room_bytes]

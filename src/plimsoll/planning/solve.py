@@ -194,12 +194,12 @@ def _write(
     written = write_plan(simulation, baseline, strategy, planner.region_prices(window_prices))
     larger_bytes = spread_bytes(written)
     if larger_bytes and room_bytes is not None:
+        free = format_bytes(room_bytes - simulation.peak_bytes)
         notes += (
-            f"Blocks that read values of tensors saved more or less than each other. A batch with other values may need up to "
-            f"{format_bytes(larger_bytes)} more than this peak; {format_bytes(room_bytes - simulation.peak_bytes)} of the "
-            "budget are free for that.",
+            f"Blocks that read values of tensors saved more or less than each other. Most batches with other values may need "
+            f"up to {format_bytes(larger_bytes)} more than this peak; {free} of the budget are free for that.",
         )
-    spare_bytes = 0 if room_bytes is None else max(0, room_bytes - simulation.peak_bytes)
+    spare_bytes = 0 if room_bytes is None else room_bytes - simulation.peak_bytes
     return msgspec.structs.replace(
         with_spare_bytes(written, spare_bytes),
         status=outcome.status,

@@ -12,7 +12,6 @@ import statistics
 
 import msgspec
 
-from plimsoll.artifacts.decision import Decision
 from plimsoll.artifacts.plan import Plan, RegionPlan
 
 _DEVIATIONS = 2.0
@@ -39,9 +38,9 @@ def with_spare_bytes(plan: Plan, spare_bytes: int) -> Plan:
     """Return the plan with the bytes that each region may keep in values that the plan does not know.
 
     ``spare_bytes`` are the bytes between the peak and the budget. The bytes that stay free for larger tensors are subtracted,
-    and the regions that read values share the rest. A region that keeps everything and saves much has no limit, because
-    watching it would cost time. A region that saves little is watched: its code may have returned early in the planned step,
-    which says nothing about its other ways.
+    and the regions that read values share the rest. A region that keeps everything and saves much may keep any number of
+    unknown bytes, because watching it would cost time. A region that saves little is watched: its code may have returned early
+    in the planned step, which says nothing about its other ways.
     """
     readers = sum(1 for region in plan.regions if region.value_read)
     if not readers:
@@ -59,5 +58,4 @@ def with_spare_bytes(plan: Plan, spare_bytes: int) -> Plan:
 
 def _keeps_much(region: RegionPlan) -> bool:
     """Return True if the region keeps everything, and autograd saves more in it than its inputs twice."""
-    keeps_all = not region.is_boundary_dropped and all(each.decision is Decision.KEEP for each in region.decisions)
-    return keeps_all and sum(each.bytes for each in region.decisions) > 2 * region.input_bytes
+    return region.is_untouched and sum(each.bytes for each in region.decisions) > 2 * region.input_bytes

@@ -81,19 +81,22 @@ class _Steps:
 
 
 class _Written(NamedTuple):
-    """Data: the plan for a batch shape, the rung (plan of the ladder) that it was made from, and the rung's forecast."""
+    """Data: the plan for a batch shape, the rung (plan of the ladder) that it was made from, the rung's forecast, and the bytes
+    between its peak and the room.
+    """
 
     plan: Plan
     rung: Plan
     forecast: Forecast
+    spare_bytes: int
 
-    def is_for(self, rung: Plan, forecast: Forecast) -> bool:
-        """Return True if this plan was made from the rung, for this forecast."""
-        return self.rung.regions is rung.regions and self.forecast == forecast
-
-
-def _spare_bytes(plan: Plan) -> list[int | None]:
-    return [region.spare_bytes for region in plan.regions]
+    def is_for(self, rung: Plan, forecast: Forecast, spare_bytes: int) -> bool:
+        """Return True if this plan was made from the rung for this forecast. Spare bytes matter only to regions that read
+        values.
+        """
+        if self.rung.regions is not rung.regions or self.forecast != forecast:
+            return False
+        return self.spare_bytes == spare_bytes or not any(region.value_read for region in rung.regions)
 
 
 class ShapePlans:
@@ -171,7 +174,8 @@ class ShapePlans:
             self._room.account = self._room.account.measuring(min(self._room.account.measured_bytes(), most_bytes))
             # Keep the figures of the accepted plan. When they were written anew from the forecast, a compiled plan's predicted
             # peak was 2.7% above what its trial had measured.
-            self._known[shapes] = _Written(plan, plan, forecast)
+            spare_bytes = self._room_bytes(shapes) - forecast.before_optimizer_bytes
+            self._known[shapes] = _Written(plan, plan, forecast, spare_bytes)
 
     def knows(self, shapes: Shapes) -> bool:
         """Return True if the peaks of plans at these shapes can be predicted from the traces so far."""
@@ -495,11 +499,11 @@ class ShapePlans:
         which are equal to ``shapes`` or bound them.
         """
         before = self._known.get(shapes)
-        granted = with_spare_bytes(plan, self._room_bytes(known) - forecast.before_optimizer_bytes)
-        if before is None or not before.is_for(plan, forecast) or _spare_bytes(before.plan) != _spare_bytes(granted):
+        spare_bytes = self._room_bytes(known) - forecast.before_optimizer_bytes
+        if before is None or not before.is_for(plan, forecast, spare_bytes):
             forecasts = self._known_ladder(known).at(_split(known)[1])
             written = msgspec.structs.replace(
-                granted,
+                with_spare_bytes(plan, spare_bytes),
                 signature=signature(),
                 budget_bytes=self._room.budget_bytes,
                 baseline_peak_bytes=max(each.peak_bytes for each in forecasts),
@@ -509,7 +513,7 @@ class ShapePlans:
             )
             if len(self._known) >= _MOST_KNOWN:
                 self._known.clear()
-            self._known[shapes] = before = _Written(written, plan, forecast)
+            self._known[shapes] = before = _Written(written, plan, forecast, spare_bytes)
         return before.plan
 
     def _ladder_of(self, shapes: Shapes) -> Ladder[Sizes] | None:

@@ -12,7 +12,6 @@ import bisect
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import msgspec
 
@@ -259,7 +258,7 @@ def _region(
         graph=graph,
         forward=(region.start, region.end),
         backward=backward,
-        value_read=Path(region.value_read).name,
+        value_read=region.value_read,
         is_emptied=_is_emptied(log.tracer, region, backward[0]),
     )
 

@@ -25,7 +25,7 @@ from plimsoll.tracing.recorder.collectives import WITHOUT_ALIASES
 from plimsoll.tracing.recorder.opkey import cost_key, dtype_name, op_spec
 from plimsoll.tracing.recorder.recorder import OpRecorder, RecordedOp, RecordedValue, Signature, reads_values
 from plimsoll.tracing.recorder.storages import is_plain
-from plimsoll.tracing.recorder.user_code import line_of_user
+from plimsoll.tracing.recorder.user_code import short_line_of_user
 from plimsoll.tracing.refusals import refuse_nested
 from plimsoll.tracing.torch_internals import current_autograd_node, is_storage_gone
 from plimsoll.tracing.zero import shape_of
@@ -160,7 +160,7 @@ class StepTracer(OpRecorder):
         if signature.written_positions:
             self._note_writes(args, kwargs, signature)
         if reads_values(op.func, args, signature):
-            self.value_reads.append(line_of_user())
+            self.value_reads.append(short_line_of_user())
         self.note_deaths()
         key = op.cost_key
         if self._clock is None:
@@ -212,7 +212,7 @@ class StepTracer(OpRecorder):
         if len(self.ops) == before:  # it only made a view
             return
         if op.obstacle and self.phase is Phase.FORWARD:
-            op.line = line_of_user()
+            op.line = short_line_of_user()
         if op.cost_key not in self.specs:
             self.specs[op.cost_key] = op_spec(op.func, args, kwargs, out)
         if self._clock is not None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import msgspec
 
@@ -87,7 +86,7 @@ def build_region_graph(
                 cost_key=op.cost_key,
                 tick=op.id,
                 obstacle=op.obstacle or obstacles.get(op.id, ""),
-                line=Path(op.line).name,
+                line=op.line,
                 is_random=op.is_random,
             )
             for position, op in enumerate(ops)

@@ -20,3 +20,8 @@ def line_of_user() -> str:
     while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
         frame = frame.f_back
     return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def short_line_of_user() -> str:
+    """Return `line_of_user` without the folder. Plans are files that others read: they name no folders of this machine."""
+    return Path(line_of_user()).name
