@@ -91,7 +91,7 @@ class Drops:
 
     @property
     def effect(self) -> object:
-        return (self.call, self.kept, tuple(self.packs.items()), self.is_boundary_dropped, self.is_untouched)
+        return (self.call, self.kept, tuple(self.packs.items()), self.is_boundary_dropped, self.is_left_alone)
 
 
 def manage(
