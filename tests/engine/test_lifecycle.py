@@ -283,7 +283,7 @@ def test_calls_of_one_region_follow_their_own_plans():
     model = copy.deepcopy(plain)
     with manage(model, ["blocks.0"]) as handle:
         region = handle.regions["blocks.0"]
-        region.use((Drops(region.name), Drops(region.name, is_untouched=True, call=1)))
+        region.use((Drops(region.name), Drops(region.name, is_left_alone=True, call=1)))
         found = train(model, plain_step, 3)
         assert [outcome.call for outcome in handle.outcomes()] == [0]
     assert differences(train(plain, plain_step, 3), found) == []
