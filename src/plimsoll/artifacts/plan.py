@@ -19,6 +19,7 @@ from plimsoll.artifacts.base import ArtifactBase
 from plimsoll.artifacts.costs import CostSource
 from plimsoll.artifacts.decision import Decision, Status
 from plimsoll.artifacts.files import write_whole
+from plimsoll.artifacts.tile import Tile
 from plimsoll.errors import InvalidOption, PlanNotUsable
 from plimsoll.units import format_bytes
 
@@ -288,8 +289,8 @@ class Plan(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
     notes: tuple[str, ...] = ()
     solve_seconds: float = 0.0
     allow: tuple[str, ...] = ("recompute",)
-    """What the plan was allowed to do apart from keeping: ``recompute``, ``compress``, ``offload``, and ``collectives``
-    (recomputation may run collectives again)."""
+    """What the plan was allowed to do apart from keeping: ``recompute``, ``tile``, ``compress``, ``offload``, and
+    ``collectives`` (recomputation may run collectives again)."""
     max_error: float | None = 0.0
     """The allowed relative error of the gradient, ‖Δg‖ / ‖g‖. ``None`` if a named strategy was followed, because its error is
     not limited."""
@@ -315,6 +316,9 @@ class Plan(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
     """The bytes that the step holds for backward at the end of forward without a plan; 0 if unknown (older plans)."""
     fixed: tuple[FixedPart, ...] = ()
     """The parts of ``activation_bytes`` that no plan of this model can drop, compress or offload, the largest first."""
+    tiles: tuple[Tile, ...] = ()
+    """The module calls that run in tiles, a few rows at a time. The bounds and gaps of the plan hold for steps with these
+    tiles."""
     framework: str = "torch"
     """The framework that the plan was made for; a plan for one framework cannot be applied to functions of another."""
 
@@ -324,7 +328,7 @@ class Plan(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
     @property
     def effect(self) -> tuple[object, ...]:
         """A key for comparing plans. Two plans with equal keys do the same, and differ only in predictions and reasons."""
-        return tuple((region.name, *region.effect) for region in self.regions)
+        return (*((tile.path, tile.count) for tile in self.tiles), *((r.name, *r.effect) for r in self.regions))
 
     @property
     def limits(self) -> tuple[str, ...]:

@@ -27,6 +27,7 @@ from plimsoll.engine.replay_rng import generators_of
 from plimsoll.engine.sampling import SentinelPolicy
 from plimsoll.engine.sensing import Sensor
 from plimsoll.engine.stored_forms import Packer
+from plimsoll.engine.tiles import Tiles
 from plimsoll.errors import PlanMismatch, PlanNotUsable
 from plimsoll.tracing.ddp import inner_module
 from plimsoll.tracing.fsdp2 import emptied_after_forward
@@ -94,6 +95,7 @@ class Handle(RemovedAtEnd):
         self._known: dict[str, ManagedRegion] = {}
         """All regions that were wrapped so far, by name, under the current plan or under an earlier plan (see `switch`)."""
         self._shared = shared
+        self._tiles = Tiles(model, plan.tiles)
         self._retry: Callable[..., Any] | None = None
         self._root_hooks: list[Any] = []
         self._others: list[Removable] = []
@@ -132,6 +134,11 @@ class Handle(RemovedAtEnd):
                 next="call handle.remove(), then plimsoll.apply with the new plan",
             )
         self.pause()
+        if plan.tiles != self._plan.tiles:
+            self._tiles = Tiles(self.model, plan.tiles)
+            # a region that is tiled itself runs another forward now, so its wrapper and its recordings do not fit any more
+            tiled = {tile.path for tile in (*plan.tiles, *self._plan.tiles)}
+            self._known = {name: region for name, region in self._known.items() if not _is_around(name, tiled)}
         self._begin(plan)
 
     def has_moved(self) -> bool:
@@ -185,11 +192,13 @@ class Handle(RemovedAtEnd):
         """Remove the wrappers of all regions for a while. Recordings stay, and `resume` installs the wrappers again."""
         for region in self.regions.values():
             region.remove()
+        self._tiles.remove()
         if self._units is not None:
             self._units.pause()
 
     def resume(self) -> None:
         """Install the wrappers of all regions again after `pause`."""
+        self._tiles.install()  # first: a region may be a tiled module itself
         for region in self.regions.values():
             region.install()
         if self._units is not None:
@@ -380,6 +389,11 @@ def apply_plan(
         repeats_collectives=COLLECTIVES in plan.allow,
     )
     return Handle(model, plan, shared, compiled, original=original)
+
+
+def _is_around(region: str, paths: Collection[str]) -> bool:
+    """Return whether one of the paths leads to the region or into it."""
+    return any(path == region or path.startswith(f"{region}.") for path in paths)
 
 
 def _compiled_outcome(region: RegionPlan, packing: PackingCall | None) -> RegionOutcome:

@@ -7,6 +7,8 @@ looks up which module it was called for: ``nn.Module.__call__`` has that module 
 
 from __future__ import annotations
 
+import copy
+import functools
 import sys
 import types
 from collections.abc import Callable
@@ -74,6 +76,60 @@ class CopiedForward:
         if module.__dict__.get("forward") is self:
             del module.__dict__["forward"]
         return type(module).forward(module, *args, **kwargs)
+
+
+class ReplacedForward:
+    """Base class of objects that take the place of a module's ``forward`` while a plan is applied.
+
+    ``install`` puts the object in place, ``remove`` takes it out. Deep copies and pickles of the module get its plain forward,
+    because they are not managed.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.__wrapped__ = module.forward  # so that inspect.signature shows the module's own signature
+        self._had_own = "forward" in module.__dict__
+        # Look the forward up on the class in every call: the class may get another forward, and the module another class.
+        self._original: Callable[..., Any] = module.forward if self._had_own else functools.partial(_run, module)
+        self._is_removed = self._is_in_place = False
+
+    def install(self) -> None:
+        """Replace the module's forward by this object. If the user has put a wrapper of their own around it, that wrapper stays
+        in place and calls this one.
+        """
+        if not (self._is_in_place and "forward" in self.module.__dict__):
+            self.module.forward = self
+        self._is_removed, self._is_in_place = False, True
+
+    def remove(self) -> None:
+        """Restore the module's own forward. If the user has put a wrapper of their own around this one, both stay, and this
+        wrapper only passes calls through.
+        """
+        self._is_removed = True
+        if self.module.__dict__.get("forward") is self:
+            self._leave(self.module)
+            self._is_in_place = False
+
+    def _leave(self, module: nn.Module) -> None:
+        """Restore the original forward of this module, which is the managed module or a copy of it."""
+        if self._had_own:
+            module.forward = self._original
+        else:
+            del module.__dict__["forward"]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Give a copied module its plain forward, because copies of a module are not managed."""
+        if self._had_own:
+            return copy.deepcopy(self._original, memo)
+        return CopiedForward(memo.get(id(self.module), self.module))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the plain forward, because a pickled module is not managed."""
+        return (CopiedForward, (self.module,))
+
+
+def _run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return type(module).forward(module, *args, **kwargs)
 
 
 class ModelHook:

@@ -24,7 +24,7 @@ from plimsoll.artifacts.plan import RegionPlan
 from plimsoll.artifacts.receipt import RegionOutcome
 from plimsoll.engine.any_size import Recordings
 from plimsoll.engine.call_stream import StreamGuard, references
-from plimsoll.engine.copies import CopiedForward, calling_module
+from plimsoll.engine.copies import ReplacedForward, calling_module
 from plimsoll.engine.fallback import Fallback
 from plimsoll.engine.guards import Entry, SignatureReader, is_somebody_elses_call
 from plimsoll.engine.hooks import OpenCall, unpack
@@ -45,9 +45,8 @@ MAX_SIGNATURES = 64
 """The most signatures of one region that have recipes. When there are more, the least recently used signature is discarded."""
 
 
-class ManagedRegion:
-    """The wrapper that replaces a module's ``forward`` while a plan is applied. ``install`` puts the wrapper in place,
-    ``remove`` takes it out.
+class ManagedRegion(ReplacedForward):
+    """The wrapper that replaces a region's ``forward`` while a plan is applied.
 
     ``plans`` has one plan for each call of the region in a step.
     """
@@ -59,8 +58,8 @@ class ManagedRegion:
         plans: tuple[RegionPlan, ...],
         shared: Shared,
     ) -> None:
+        super().__init__(module)
         self.name = name
-        self.module = module
         self.calls = 0
         self.services: dict[tuple[Any, ...], Service] = {}
         self._recordings = Recordings(MAX_SIGNATURES)
@@ -68,16 +67,11 @@ class ManagedRegion:
         self._decisions: dict[object, RegionPlan] = {}
         self._shared = shared
         self.use(plans)
-        self.__wrapped__ = module.forward  # so that inspect.signature shows the module's own signature
-        self._had_own = "forward" in module.__dict__
-        # Look the forward up on the class in every call: the class may get another forward, and the module another class.
-        self._original: Callable[..., Any] = module.forward if self._had_own else functools.partial(_run, module)
         device_type = next((p.device.type for p in module.parameters()), "cpu")
         self._subject = RegionForward(name, module, self._original, device_type)
         self._reader = SignatureReader(module, device_type)
         self._fallback = Fallback(name)
         self._largest = LargestCall(name)
-        self._is_removed = self._is_in_place = False
         self.obstacle = compiled_part(module)
         """The name of the part of this module that torch.compile or TorchScript compiles, or "" if no part is compiled."""
 
@@ -113,30 +107,6 @@ class ManagedRegion:
         """Discard all recordings, so that the next calls are recorded again."""
         self.services.clear()
         self._recordings = Recordings(MAX_SIGNATURES)
-
-    def install(self) -> None:
-        """Replace the module's forward by this wrapper. If the user has put a wrapper of their own around it, that wrapper
-        stays in place and calls this one.
-        """
-        if not (self._is_in_place and "forward" in self.module.__dict__):
-            self.module.forward = self
-        self._is_removed, self._is_in_place = False, True
-
-    def remove(self) -> None:
-        """Restore the module's own forward. If the user has put a wrapper of their own around this one, both stay, and this
-        wrapper only passes calls through.
-        """
-        self._is_removed = True
-        if self.module.__dict__.get("forward") is self:
-            self._leave(self.module)
-            self._is_in_place = False
-
-    def _leave(self, module: nn.Module) -> None:
-        """Restore the original forward of this module, which is the managed module or a copy of it."""
-        if self._had_own:
-            module.forward = self._original
-        else:
-            del module.__dict__["forward"]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
@@ -217,16 +187,6 @@ class ManagedRegion:
                 )
             )
         return tuple(found)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Give a copied module its plain forward, because copies of a module are not managed."""
-        if self._had_own:
-            return copy.deepcopy(self._original, memo)
-        return CopiedForward(memo.get(id(self.module), self.module))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the plain forward, because a pickled module is not managed."""
-        return (CopiedForward, (self.module,))
 
     def _is_fake(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         leaves = (*tree_leaves((args, kwargs)), *self.module.parameters())
@@ -504,7 +464,3 @@ def first_refusal(refused: Mapping[tuple[str, str], int]) -> str:
     for (name, form), times in refused.items():
         return f"{name} is kept: the codec {form} could not represent its data ({times} times)"
     return ""
-
-
-def _run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    return type(module).forward(module, *args, **kwargs)

@@ -16,6 +16,7 @@ from plimsoll.artifacts.costs import Costs
 from plimsoll.artifacts.decision import Decision
 from plimsoll.artifacts.plan import COLLECTIVES, LINK_NAMES, Plan
 from plimsoll.artifacts.region import IS_COLLECTIVE
+from plimsoll.artifacts.tile import Tile
 from plimsoll.artifacts.trace import RegionCall, Trace
 from plimsoll.errors import BudgetAboveDevice, InvalidOption, InvalidRegions, InvalidStrategy
 from plimsoll.planning.choice import Limits
@@ -28,7 +29,7 @@ AUTO_MARGIN = 0.08
 """``budget="auto"`` leaves this share of the device's memory free for allocator fragmentation, libraries' workspaces and
 others.
 """
-_ALLOWED = ("recompute", "compress", "offload", COLLECTIVES)
+_ALLOWED = ("recompute", "tile", "compress", "offload", COLLECTIVES)
 _WORD_OF = {Decision.RECOMPUTE: "recompute", Decision.COMPRESS: "compress", Decision.OFFLOAD: "offload"}
 
 
@@ -93,6 +94,8 @@ class PlanOptions:
     host_budget_bytes: int | None = None
     overrides: tuple[Override, ...] = ()
     link: str = ""
+    tiles: tuple[Tile, ...] = ()
+    """The module calls that run in tiles in the steps that are planned. The planner chooses them, not the user."""
 
     @classmethod
     def read(
@@ -150,6 +153,12 @@ class PlanOptions:
                 why=f"allow= is {words}",
                 next="pass allow=('recompute', 'offload'), or leave it out",
             )
+        if self.may_tile and not self.may_recompute:
+            raise InvalidStrategy(
+                "allow= has 'tile' without 'recompute'.",
+                why="a tiled call saves only its inputs, and backward recomputes each tile",
+                next="pass allow=('recompute', 'tile')",
+            )
         if self.may_repeat_collectives and not self.may_recompute:
             raise InvalidStrategy(
                 "allow= has 'collectives' without 'recompute'.",
@@ -203,6 +212,10 @@ class PlanOptions:
         return "recompute" in self.allow
 
     @property
+    def may_tile(self) -> bool:
+        return "tile" in self.allow
+
+    @property
     def may_repeat_collectives(self) -> bool:
         return COLLECTIVES in self.allow
 
@@ -238,6 +251,7 @@ class PlanOptions:
         return msgspec.structs.replace(
             plan,
             allow=self.allow,
+            tiles=self.tiles,
             max_error=self.most_error(plan.strategy),
             host_budget_bytes=self.host_budget_bytes,
         )
@@ -260,7 +274,8 @@ def _words(allow: Collection[str] | str) -> frozenset[str]:
             why=f"{unknown[0]!r} is not one of {', '.join(_ALLOWED)}"
             if unknown
             else "it is empty; to keep everything, use strategy='none'",
-            next="pass some of allow=('recompute', 'compress', 'offload'), or also 'collectives' to let recipes repeat them",
+            next="pass some of allow=('recompute', 'tile', 'compress', 'offload'), or also 'collectives' to let recipes repeat "
+            "them",
         )
     return words
 

@@ -22,8 +22,9 @@ from plimsoll.session.manage import check_plan, manage_together, refuse_other_mo
 from plimsoll.session.options import Budget, PlanOptions
 from plimsoll.session.rendezvous.exchange import TIMEOUT_SECONDS
 from plimsoll.session.retry import AppliedPlan, can_retry
-from plimsoll.session.step_planner import eager_planner
+from plimsoll.session.step_planner import StepPlanner, eager_planner
 from plimsoll.session.task import TrainingTask, check_module
+from plimsoll.session.tiling import with_best_tiles
 from plimsoll.tracing.recorder.calling import Loss
 from plimsoll.units import check_count
 
@@ -71,7 +72,8 @@ def plan(
         regions: module paths, ``*`` for one level (``"model.layers.*"``); by default the repeated blocks.
         device_profile: plan for a device that is not here, from the catalogue (``"H100-SXM"``).
         allow: what the plan may do other than keep: ``recompute``, ``compress`` (codecs), ``offload`` (to pinned host memory
-            from a GPU, else to disk).
+            from a GPU, else to disk), ``tile`` (run row-wise parts such as MLPs a few rows at a time; gradients are then equal
+            up to rounding, not bit for bit).
         max_error: the relative error ‖Δg‖ / ‖g‖ that lossy codecs may cause in the gradient (``0.01`` or ``"1%"``); 0 allows
             lossless codecs only. It is measured before the plan is returned.
         host_budget: bytes that offloaded values may take at the other end of the link.
@@ -126,6 +128,14 @@ def plan(
             planner = planner_of(agreement, task, options, limit, part_of(report, 0.0, 0.5))
             step = functools.partial(task.step, written=planner.trace.written)
             planner.try_forms(step, part_of(report, 0.5, 0.7))
+            if options.may_tile and strategy == "auto" and not is_compiled:
+
+                def planner_with(chosen: PlanOptions) -> StepPlanner:
+                    tiled = eager_planner(agreement, task, chosen, limit)
+                    tiled.try_forms(step)
+                    return tiled
+
+                planner = with_best_tiles(planner, task, planner_with)
             made = planner.plan(strategy, step, part_of(report, 0.7, 1.0))
         agreement.same_plan(made)
         report("done", 1.0)

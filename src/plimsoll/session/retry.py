@@ -311,6 +311,7 @@ class AppliedPlan:
             max_error=first.max_error or 0.0,
             host_budget_bytes=first.host_budget_bytes,
             link=first.link,
+            tiles=first.tiles,
         )
         optimizer = optimizer_in_view(inner_module(self._model))
         task = dataclasses.replace(task_of_call(self._model, args, kwargs), optimizer=optimizer)

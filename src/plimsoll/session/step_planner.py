@@ -21,6 +21,7 @@ from plimsoll.artifacts.decision import Status
 from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.progress import Progress, part_of, silent
 from plimsoll.artifacts.trace import Trace
+from plimsoll.engine.tiles import in_tiles
 from plimsoll.errors import BudgetBelowFloor, InvalidModel, TracingFailed
 from plimsoll.planning.costing.devices import find_device
 from plimsoll.planning.costing.roofline import roofline_costs
@@ -42,6 +43,7 @@ from plimsoll.session.task import TrainingTask
 from plimsoll.session.tightest_rank import TightestRank
 from plimsoll.session.training_step import TrainingStep
 from plimsoll.session.trial import Gradients, Managing, TrialRun, confirmed, error_scale, run_trial
+from plimsoll.tracing.ddp import inner_module
 from plimsoll.tracing.fsdp2 import holds_gradients_back
 from plimsoll.tracing.trace import trace as trace_step
 
@@ -110,12 +112,13 @@ def trace_task(
         limit_bytes=limit_bytes,
         progress=progress,
     )
-    try:
-        return trace(optimizer=task.optimizer)
-    except (InvalidModel, TracingFailed):  # SparseAdam's step cannot be traced; attach measures its state instead
-        if task.optimizer is None or not optimizer_is_optional:
-            raise
-        return trace()
+    with in_tiles(inner_module(task.model), options.tiles):
+        try:
+            return trace(optimizer=task.optimizer)
+        except (InvalidModel, TracingFailed):  # SparseAdam's step cannot be traced; attach measures its state instead
+            if task.optimizer is None or not optimizer_is_optional:
+                raise
+            return trace()
 
 
 class StepPlanner:
@@ -163,6 +166,8 @@ class StepPlanner:
         self._ran = TrialRun(0, 0, None)
         """The last trial (a run of a plan to measure its peak), as measured in this process before ranks compared theirs."""
         self._sensed: Sensed | None = None
+        self._unmanaged: Plan | None = None
+        """A plan of the step that plans are compared with, if it is another one than the traced step without a plan."""
 
     @property
     def budget_bytes(self) -> int | None:
@@ -204,6 +209,15 @@ class StepPlanner:
         own_bytes = self.own_budget_bytes
         fits = own_bytes is not None and own_bytes >= self.extremes.unmanaged_peak_bytes
         return self._agreement.every("budgets", holds=fits)
+
+    @property
+    def floor_bytes(self) -> int:
+        """The lowest predicted peak that a plan of this rank's step reaches, in bytes."""
+        return self._planner.floor.peak_bytes
+
+    def compare_with(self, whole: StepPlanner) -> None:
+        """From now on, compare plans with the unmanaged step of another planner: with the step that does not run in tiles."""
+        self._unmanaged = whole.extremes.lowest
 
     def try_forms(self, step: Callable[[], TrainingStep], progress: Progress = silent) -> None:
         """Run the step once to measure the forms of its values (codecs and links). Nothing is run if the options do not allow
@@ -514,6 +528,8 @@ class StepPlanner:
         notes = made.notes
         if self.options.wants_forms and not planner.index.forms.regions:
             notes = (*notes, "Nothing is compressed or offloaded although it was allowed: everything fits without it.")
+        if self._unmanaged is not None:
+            made = _compared_with(made, self._unmanaged)
         return self.ranks.noted(msgspec.structs.replace(self.options.written_into(made), notes=notes))
 
     def own(self, plan: Plan) -> Plan:
@@ -574,6 +590,19 @@ class StepPlanner:
 
     def _sense(self, step: TrainingStep) -> Sensed:
         return sense_forms(step, self.trace, self.costs, self.extremes.lowest, self.options)
+
+
+def _compared_with(plan: Plan, other: Plan) -> Plan:
+    """Return the plan with the figures of the unmanaged step from another plan, whose step does not run in tiles."""
+    return msgspec.structs.replace(
+        plan,
+        baseline_peak_bytes=other.baseline_peak_bytes,
+        baseline_seconds=other.baseline_seconds,
+        baseline_peak=other.baseline_peak,
+        activation_bytes=other.activation_bytes,
+        # the unmanaged step runs other ops, so its bytes do not belong to the ticks of this step
+        timeline=tuple(msgspec.structs.replace(point, unmanaged_bytes=None) for point in plan.timeline),
+    )
 
 
 def eager_planner(

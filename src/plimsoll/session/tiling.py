@@ -1,0 +1,122 @@
+"""Chooses the module calls that run in tiles, and the number of tiles of each.
+
+One number decides about all calls: the *tile bytes*. Each row-wise call gets as many tiles as it needs so that one tile makes
+about that many bytes, so calls that make less are not cut at all. The candidates are the largest call's bytes divided by 2, 4, …,
+64. The step is traced anew with each candidate's tiles. So memory, recomputation and the speed of short tiles are those of the
+tiled step itself, and the other decisions (keep, recompute, compress, offload) are made for it as for any step.
+
+The smallest number of tiles that fits the budget comes first. More tiles are tried as long as they give a faster plan: they take
+longer themselves, but leave more memory to keep other values.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Iterable
+
+from plimsoll.artifacts.plan import Plan
+from plimsoll.artifacts.tile import Tile
+from plimsoll.errors import BudgetBelowFloor
+from plimsoll.session.options import PlanOptions
+from plimsoll.session.step_planner import StepPlanner
+from plimsoll.session.task import TrainingTask
+from plimsoll.tracing.rows import MOST_TILES, RowwiseCall, find_rowwise_calls
+
+_LOG = logging.getLogger(__name__)
+_LEAST_GAIN = 1.0
+"""A call may be cut only if it makes more bytes than its arguments and outputs have, times this factor. One linear layer makes
+nothing but its output, so tiles would not save memory."""
+
+
+def find_tileable(task: TrainingTask, options: PlanOptions) -> tuple[RowwiseCall, ...]:
+    """Run the model's forward once, and return the row-wise calls for which tiles save memory."""
+    found = find_rowwise_calls(
+        task.model, task.batch, regions=options.regions, device_name=options.device_profile
+    ).values()
+    return tuple(call for call in found if call.inner_bytes > _LEAST_GAIN * call.outer_bytes)
+
+
+def candidates(calls: Iterable[RowwiseCall]) -> list[tuple[Tile, ...]]:
+    """Return the sets of tiles to choose from, those with the fewest tiles first.
+
+    Example:
+        >>> call = RowwiseCall(
+        ...     path="mlp", dim=1, rows=4096, inputs={"0": 1}, outputs=(1,), inner_bytes=2**24, outer_bytes=2**20, is_random=False
+        ... )
+        >>> [tiles[0].count for tiles in candidates([call])]
+        [2, 4, 8, 16, 32, 64]
+    """
+    calls = list(calls)
+    largest_bytes = max((call.inner_bytes for call in calls), default=0)
+    sets: list[tuple[Tile, ...]] = []
+    part = 2
+    while calls and part <= MOST_TILES:
+        tiles = tuple(tile for call in calls for tile in _tiles_of(call, largest_bytes // part))
+        if tiles and (not sets or tiles != sets[-1]):
+            sets.append(tiles)
+        part *= 2
+    return sets
+
+
+def _tiles_of(call: RowwiseCall, tile_bytes: int) -> Iterable[Tile]:
+    count = 1
+    while count * tile_bytes < call.inner_bytes:
+        count *= 2
+    count = min(count, MOST_TILES, call.rows)
+    if count > 1:
+        yield Tile(
+            path=call.path,
+            count=count,
+            rows=call.rows,
+            inputs=call.inputs,
+            outputs=call.outputs,
+            is_random=call.is_random,
+            inner_bytes=call.inner_bytes,
+        )
+
+
+def with_best_tiles(whole: StepPlanner, task: TrainingTask, planner_of: Callable[[PlanOptions], StepPlanner]) -> StepPlanner:
+    """Return the planner of the tiled step that has the fastest plan within the budget. It is ``whole``, the planner of the step
+    without tiles, if tiles do not give a faster plan, or if no tiles are needed or possible.
+
+    If no plan fits, the planner with the lowest peak is returned.
+
+    Args:
+        whole: the planner without tiles.
+        task: the step.
+        planner_of: makes a planner for the step with other options. It traces the step.
+    """
+    if whole.budget_bytes is None or whole.fits_unmanaged():
+        return whole
+    sets = candidates(find_tileable(task, whole.options))
+    if not sets:
+        _LOG.info("plimsoll: tiles are allowed, but no module call works row by row and makes enough bytes to save memory")
+        return whole
+    best, plan = whole, _plan_of(whole)
+    if plan is None:
+        lowest = _tiled(whole, planner_of, sets[-1])
+        if _plan_of(lowest) is None:
+            return min((whole, lowest), key=lambda planner: planner.floor_bytes)
+    for tiles in sets:
+        tiled = _tiled(whole, planner_of, tiles)
+        made = _plan_of(tiled)
+        if made is not None and (plan is None or made.predicted_seconds < plan.predicted_seconds):
+            best, plan = tiled, made
+        elif plan is not None:
+            break
+    return best
+
+
+def _tiled(whole: StepPlanner, planner_of: Callable[[PlanOptions], StepPlanner], tiles: tuple[Tile, ...]) -> StepPlanner:
+    planner = planner_of(dataclasses.replace(whole.options, tiles=tiles))
+    planner.compare_with(whole)
+    return planner
+
+
+def _plan_of(planner: StepPlanner) -> Plan | None:
+    try:
+        plan = planner.solve(planner.budget_bytes)
+    except BudgetBelowFloor:
+        return None
+    return plan if plan.status.is_usable else None
