@@ -24,6 +24,11 @@ SECONDS_TOLERANCE = 0.10
 PEAK_TOLERANCE = 0.05
 """A predicted peak is off if it differs from the measured peak by more than this share of the measured peak. A measured peak
 above the budget is off whatever was predicted."""
+MOST_ROUNDING = 1.5
+"""The error of a gradient tensor against float64 that tiles may cause, as a multiple of the plain step's own error. On Llama,
+Qwen3 and GPT-2 (float32 and bfloat16) the largest ratio was 1.2, and the median 1.0."""
+_UNCHECKED_ROUNDING = 1e-3
+"""The relative difference of the gradient that tiles may cause if no step in float64 can be compared with."""
 _BROKEN_PROMISE = 0.10
 """A plan without a budget fails if the measured peak exceeds the predicted peak by more than this share. Small steps on the
 gloo backend exceed it by about this share."""
@@ -74,7 +79,7 @@ class ReceiptVerdict(AdvisedEnum):
     )
     WITHIN_ROUNDING = (
         "WITHIN_ROUNDING",
-        "Compiled code rounds differently; the gradients agree to at least half the digits of their dtype.",
+        "Compiled code or tiles round differently: the gradients differ by no more than rounding explains.",
     )
     VERIFIED = (
         "VERIFIED",
@@ -150,6 +155,31 @@ class Slope(msgspec.Struct, frozen=True, kw_only=True):
         """Whether the loss contradicts the gradient: by more than 2% and by more than five times the measurement's error."""
         apart = abs(self.measured - self.expected)
         return self.is_conclusive and apart > max(0.02 * self.expected, 5 * self.measured_error)
+
+
+class TileRounding(msgspec.Struct, frozen=True, kw_only=True):
+    """Data: how far running module calls in tiles moves the gradients, beside the rounding that the step has anyway.
+
+    ``difference`` is the relative difference of the tiled and the plain gradient. ``plain_error`` and ``tiled_error`` are their
+    relative errors against the same step in float64. For each gradient tensor, the tiled step's error may be ``MOST_ROUNDING``
+    times the plain step's; ``worst_ratio`` is the largest such ratio, of ``worst_tensor``, and ``exceeding`` names the tensors
+    above the limit. If the model could not run in float64, ``obstacle`` says why.
+    """
+
+    compared: int
+    difference: float
+    plain_error: float = 0.0
+    tiled_error: float = 0.0
+    worst_tensor: str = ""
+    worst_ratio: float = 0.0
+    exceeding: tuple[str, ...] = ()
+    obstacle: str = ""
+    is_without_dropout: bool = False
+
+    @property
+    def is_rounding(self) -> bool:
+        """Whether rounding explains the difference between the tiled and the plain gradient."""
+        return not self.exceeding and (not self.obstacle or self.difference <= _UNCHECKED_ROUNDING)
 
 
 class RegionOutcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -285,6 +315,8 @@ class Receipt(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
     """The measured relative error of the whole gradient, ‖Δg‖ / ‖g‖; ``None`` if it is not finite."""
     rounding_tolerance: float = 0.0
     """The relative gradient error that can come from differently compiled kernels; 0 if both runs use the same kernels."""
+    tile_rounding: TileRounding | None = None
+    """How far tiles move the gradients; ``None`` if the plan has no tiles. All other comparisons are with the step in tiles."""
     slope: Slope | None = None
     faults: tuple[Fault, ...] = ()
     """Saved tensors that backward would have read with other contents, each with its place and likely cause."""
@@ -365,7 +397,8 @@ class Receipt(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
     def verdict(self) -> ReceiptVerdict:
         """The verdict of this receipt: the first member of ``ReceiptVerdict`` that applies."""
         gradients = self._verdict_on_gradients()
-        if gradients is ReceiptVerdict.GRADIENTS_DIFFER or self._slope_disagrees:
+        is_beyond_rounding = self.tile_rounding is not None and not self.tile_rounding.is_rounding
+        if gradients is ReceiptVerdict.GRADIENTS_DIFFER or self._slope_disagrees or is_beyond_rounding:
             return ReceiptVerdict.GRADIENTS_DIFFER
         if not all(mismatch.is_within_spread or self._is_rounding(mismatch) for mismatch in self.buffer_mismatches):
             return ReceiptVerdict.BUFFERS_DIFFER
@@ -384,6 +417,8 @@ class Receipt(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
         if gradients is ReceiptVerdict.VERIFIED and not self.is_bit_equal:
             is_spread = all(mismatch.is_within_spread for mismatch in self.buffer_mismatches)
             return ReceiptVerdict.WITHIN_SPREAD if is_spread else ReceiptVerdict.WITHIN_ROUNDING
+        if gradients is ReceiptVerdict.VERIFIED and self.tile_rounding is not None:
+            return ReceiptVerdict.WITHIN_ROUNDING
         return gradients
 
     def _verdict_on_gradients(self) -> ReceiptVerdict:

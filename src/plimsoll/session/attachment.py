@@ -67,6 +67,7 @@ from plimsoll.session.step_levels import is_more
 from plimsoll.session.step_planner import StepPlanner, first_planner
 from plimsoll.session.step_watch import StepWatch
 from plimsoll.session.task import TrainingTask, task_of_call
+from plimsoll.session.tiling import with_best_tiles
 from plimsoll.tracing.compiled.units import Unit
 from plimsoll.tracing.ddp import inner_module, is_without_reduction
 from plimsoll.tracing.fsdp2 import every_gradient, every_parameter
@@ -465,6 +466,9 @@ class Attachment(RemovedAtEnd):
                 optimizer_is_optional=task.optimizer is not self._optimizer,
                 taken_bytes=self._room.account.total_bytes(),
             )
+            if self._options.may_tile and self._traced is None:
+                planner = with_best_tiles(planner, task, functools.partial(self._planner_in_tiles, task))
+                self._options = planner.options  # later steps run in the same tiles
             traced = FirstStep(
                 planner,
                 call.situation.shapes,
@@ -485,6 +489,18 @@ class Attachment(RemovedAtEnd):
         self.state, self._tries, self._is_mixed = State.MEASURING, 0, False
         self._tried_bytes = self._tried_rest_bytes = 0
         self._measure(call)
+
+    def _planner_in_tiles(self, task: TrainingTask, options: PlanOptions) -> StepPlanner:
+        """Return a planner for the step that runs in the tiles of these options."""
+        planner, _ = first_planner(
+            self.agreement,
+            task,
+            options,
+            self._budget,
+            optimizer_is_optional=task.optimizer is not self._optimizer,
+            taken_bytes=self._room.account.total_bytes(),
+        )
+        return planner
 
     def _is_enough_for(self, traced: FirstStep, earlier: FirstStep) -> bool:
         """Return True if the current plan can stay. On each rank, the traced step must need at most as much memory as the step

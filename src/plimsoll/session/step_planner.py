@@ -16,11 +16,12 @@ from typing import Any
 import msgspec
 import torch
 
-from plimsoll.artifacts.costs import Costs
+from plimsoll.artifacts.costs import Costs, OpCost
 from plimsoll.artifacts.decision import Status
-from plimsoll.artifacts.plan import Plan
+from plimsoll.artifacts.plan import Plan, TimelinePoint
 from plimsoll.artifacts.progress import Progress, part_of, silent
-from plimsoll.artifacts.trace import Trace
+from plimsoll.artifacts.tile import Tile
+from plimsoll.artifacts.trace import Phase, Trace
 from plimsoll.engine.tiles import in_tiles
 from plimsoll.errors import BudgetBelowFloor, InvalidModel, TracingFailed
 from plimsoll.planning.costing.devices import find_device
@@ -215,9 +216,23 @@ class StepPlanner:
         """The lowest predicted peak that a plan of this rank's step reaches, in bytes."""
         return self._planner.floor.peak_bytes
 
+    def fits_in_tiles(self, task: TrainingTask, tiles: tuple[Tile, ...]) -> bool:
+        """Trace the step with these tiles, and return whether each rank's lowest peak is then within its budget.
+
+        Ops are not timed.
+        """
+        options = dataclasses.replace(self.options, tiles=tiles)
+        with self._agreement.stepping():
+            traced = trace_task(task, options, optimizer_is_optional=True, repeats=0)
+        tiled = StepPlanner(traced, self.costs, options, self.own_budget_bytes)
+        fits = tiled.own_budget_bytes is not None and tiled.floor_bytes <= tiled.own_budget_bytes
+        return self._agreement.every("budgets in tiles", holds=fits)
+
     def compare_with(self, whole: StepPlanner) -> None:
         """From now on, compare plans with the unmanaged step of another planner: with the step that does not run in tiles."""
         self._unmanaged = whole.extremes.lowest
+        self.costs = _as_if_timed_together(whole.trace, whole.costs, self.costs)
+        self._forget_index()
 
     def try_forms(self, step: Callable[[], TrainingStep], progress: Progress = silent) -> None:
         """Run the step once to measure the forms of its values (codecs and links). Nothing is run if the options do not allow
@@ -592,16 +607,46 @@ class StepPlanner:
         return sense_forms(step, self.trace, self.costs, self.extremes.lowest, self.options)
 
 
+def _as_if_timed_together(trace: Trace, first: Costs, second: Costs) -> Costs:
+    """Return the costs of a second timing, corrected by the ops that both timings have: these keep the first seconds, and all
+    others are scaled as these changed.
+
+    On a shared machine, two timings of the same ops differ by up to 20%, more than tiles cost.
+    """
+    ticks = [op.cost_key for op in trace.ops if op.cost_key in first.ops and op.cost_key in second.ops]
+    before = sum(first.seconds_of(key) for key in ticks)
+    after = sum(second.seconds_of(key) for key in ticks)
+    scale = before / after if before and after else 1.0
+    ops = {
+        key: first.ops.get(key)
+        or OpCost(seconds=cost.seconds * scale, spread_seconds=cost.spread_seconds * scale)
+        for key, cost in second.ops.items()
+    }
+    return msgspec.structs.replace(second, ops=ops)
+
+
 def _compared_with(plan: Plan, other: Plan) -> Plan:
     """Return the plan with the figures of the unmanaged step from another plan, whose step does not run in tiles."""
+    in_optimizer = [each.unmanaged_seconds for each in plan.timeline if each.phase == Phase.OPTIMIZER]
+    optimizer_seconds = plan.baseline_seconds - (in_optimizer[0] or 0.0) if in_optimizer else 0.0
+    before_optimizer = plan.baseline_seconds - optimizer_seconds
+    stretch = (other.baseline_seconds - optimizer_seconds) / before_optimizer if before_optimizer else 1.0
+
+    def moved(point: TimelinePoint) -> TimelinePoint:
+        seconds = point.unmanaged_seconds or 0.0
+        after = max(0.0, seconds - before_optimizer)
+        # the unmanaged step runs other ops, so its bytes do not belong to the ticks of this step
+        return msgspec.structs.replace(
+            point, unmanaged_seconds=(seconds - after) * stretch + after, unmanaged_bytes=None
+        )
+
     return msgspec.structs.replace(
         plan,
         baseline_peak_bytes=other.baseline_peak_bytes,
         baseline_seconds=other.baseline_seconds,
         baseline_peak=other.baseline_peak,
         activation_bytes=other.activation_bytes,
-        # the unmanaged step runs other ops, so its bytes do not belong to the ticks of this step
-        timeline=tuple(msgspec.structs.replace(point, unmanaged_bytes=None) for point in plan.timeline),
+        timeline=tuple(map(moved, plan.timeline)),
     )
 
 

@@ -2,7 +2,7 @@
 
 One number decides about all calls: the *tile bytes*. Each row-wise call gets as many tiles as it needs so that one tile makes
 about that many bytes, so calls that make less are not cut at all. The candidates are the largest call's bytes divided by 2, 4, …,
-64. The step is traced anew with each candidate's tiles. So memory, recomputation and the speed of short tiles are those of the
+64, but at least half a MiB. The step is traced anew with each candidate's tiles. So memory, recomputation and the speed of short tiles are those of the
 tiled step itself, and the other decisions (keep, recompute, compress, offload) are made for it as for any step.
 
 The smallest number of tiles that fits the budget comes first. More tiles are tried as long as they give a faster plan: they take
@@ -11,11 +11,13 @@ longer themselves, but leave more memory to keep other values.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
+import functools
 import logging
+import math
 from collections.abc import Callable, Iterable
 
-from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.tile import Tile
 from plimsoll.errors import BudgetBelowFloor
 from plimsoll.session.options import PlanOptions
@@ -24,6 +26,9 @@ from plimsoll.session.task import TrainingTask
 from plimsoll.tracing.rows import MOST_TILES, RowwiseCall, find_rowwise_calls
 
 _LOG = logging.getLogger(__name__)
+_MOST_SETS = 6
+_LEAST_TILE_BYTES = 2**19
+"""A tile makes at least about this many bytes. Smaller tiles would save little more memory, and many small ops are slow."""
 _LEAST_GAIN = 1.0
 """A call may be cut only if it makes more bytes than its arguments and outputs have, times this factor. One linear layer makes
 nothing but its output, so tiles would not save memory."""
@@ -48,14 +53,11 @@ def candidates(calls: Iterable[RowwiseCall]) -> list[tuple[Tile, ...]]:
         [2, 4, 8, 16, 32, 64]
     """
     calls = list(calls)
-    largest_bytes = max((call.inner_bytes for call in calls), default=0)
+    tile_bytes = max((call.inner_bytes for call in calls), default=0) // 2
     sets: list[tuple[Tile, ...]] = []
-    part = 2
-    while calls and part <= MOST_TILES:
-        tiles = tuple(tile for call in calls for tile in _tiles_of(call, largest_bytes // part))
-        if tiles and (not sets or tiles != sets[-1]):
-            sets.append(tiles)
-        part *= 2
+    while len(sets) < _MOST_SETS and tile_bytes >= _LEAST_TILE_BYTES:
+        sets.append(tuple(tile for call in calls for tile in _tiles_of(call, tile_bytes)))
+        tile_bytes //= 2
     return sets
 
 
@@ -93,30 +95,32 @@ def with_best_tiles(whole: StepPlanner, task: TrainingTask, planner_of: Callable
     if not sets:
         _LOG.info("plimsoll: tiles are allowed, but no module call works row by row and makes enough bytes to save memory")
         return whole
-    best, plan = whole, _plan_of(whole)
-    if plan is None:
-        lowest = _tiled(whole, planner_of, sets[-1])
-        if _plan_of(lowest) is None:
-            return min((whole, lowest), key=lambda planner: planner.floor_bytes)
-    for tiles in sets:
-        tiled = _tiled(whole, planner_of, tiles)
-        made = _plan_of(tiled)
-        if made is not None and (plan is None or made.predicted_seconds < plan.predicted_seconds):
-            best, plan = tiled, made
-        elif plan is not None:
+
+    @functools.cache
+    def tiled(at: int) -> tuple[StepPlanner, float]:
+        planner = planner_of(dataclasses.replace(whole.options, tiles=sets[at]))
+        planner.compare_with(whole)
+        return planner, _seconds(planner)
+
+    best, seconds = whole, _seconds(whole)
+    first = 0
+    if seconds == math.inf:
+        # More tiles have a lower peak, so the first set that fits is found by bisection.
+        first = bisect.bisect_left(sets, True, key=functools.partial(whole.fits_in_tiles, task))
+        if first == len(sets):
+            return min((whole, tiled(first - 1)[0]), key=lambda planner: planner.floor_bytes)
+    for at in range(first, len(sets)):
+        planner, found = tiled(at)
+        if found >= seconds and seconds < math.inf:
             break
+        best, seconds = planner, found
     return best
 
 
-def _tiled(whole: StepPlanner, planner_of: Callable[[PlanOptions], StepPlanner], tiles: tuple[Tile, ...]) -> StepPlanner:
-    planner = planner_of(dataclasses.replace(whole.options, tiles=tiles))
-    planner.compare_with(whole)
-    return planner
-
-
-def _plan_of(planner: StepPlanner) -> Plan | None:
+def _seconds(planner: StepPlanner) -> float:
+    """Return the predicted seconds of the step under the plan for the budget; infinity if no plan fits."""
     try:
         plan = planner.solve(planner.budget_bytes)
     except BudgetBelowFloor:
-        return None
-    return plan if plan.status.is_usable else None
+        return math.inf
+    return plan.predicted_seconds if plan.status.is_usable else math.inf

@@ -32,10 +32,12 @@ from plimsoll.analysis.verify.evidence import (
 from plimsoll.analysis.verify.intermediates import compare_intermediates
 from plimsoll.analysis.verify.own import verify_own
 from plimsoll.analysis.verify.revising import Reviser, needs_confirmation
+from plimsoll.analysis.verify.tile_rounding import measure_tile_rounding
 from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.progress import Progress, part_of, silent
 from plimsoll.artifacts.receipt import Receipt, ReceiptVerdict
 from plimsoll.artifacts.trace import Category, Phase
+from plimsoll.engine.tiles import in_tiles
 from plimsoll.errors import InvalidOption
 from plimsoll.session.agreement import Agreement, agreement_for, described, plan_facts
 from plimsoll.session.manage import check_plan, manage, refuse_other_device, refuse_other_model, refuse_other_signature
@@ -183,7 +185,7 @@ def _on_this_rank(
 
     def hold(held: Plan, depth: Depth, report: Progress) -> Receipt:
         with agreement.stepping():
-            receipt = _hold_plan(step, task.model, held, steps=steps, depth=depth, report=report)
+            receipt = _hold_plan(task, step, held, steps=steps, depth=depth, report=report)
         # Ranks decide together, because the steps below contain collectives: all ranks run them, or none does.
         is_equal = receipt.verdict is not ReceiptVerdict.GRADIENTS_DIFFER
         if not held.compiled or agreement.every("equal gradients", holds=is_equal):
@@ -197,7 +199,7 @@ def _on_this_rank(
         if not agreement.every("errors of torch", holds=error > 0):
             return allowing
         with agreement.stepping():
-            return _hold_plan(step, task.model, held, steps=steps, depth=depth, report=report, error_of_torch=error)
+            return _hold_plan(task, step, held, steps=steps, depth=depth, report=report, error_of_torch=error)
 
     if not needs_confirmation(plan):
         return hold(plan, depth, report)
@@ -239,8 +241,8 @@ def _as_names(intermediates: Sequence[str] | str) -> tuple[str, ...]:
 
 
 def _hold_plan(
+    task: TrainingTask,
     step: TrainingStep,
-    model: nn.Module,
     plan: Plan,
     *,
     steps: int,
@@ -251,8 +253,8 @@ def _hold_plan(
     """Run the step with the plan and without it, and return the receipt that compares the two.
 
     Args:
+        task: the model, batch and loss (``step.model`` may be inside of a wrapper, ``task.model``).
         step: the training step, on the unmanaged model.
-        model: the model that the plan is applied to (``step.model`` may be a wrapper around it).
         plan: the plan to check.
         steps: timed runs of each side. The losses of the same number of consecutive steps are compared.
         depth: further comparisons.
@@ -261,8 +263,10 @@ def _hold_plan(
             uncompiled step.
     """
     report("running the unmanaged step twice", 0.0)
+    model = task.model
     units = find_units(model)
-    with in_place(units, lambda _: None) if error_of_torch else contextlib.nullcontext():
+    # Recipes must give the bits of the step in tiles. How far tiles move the gradients is measured apart.
+    with in_place(units, lambda _: None) if error_of_torch else in_tiles(step.model, plan.tiles):
         evidence = collect_evidence(step, depth)
     baseline_peak_bytes = step.measure_peak().peak_bytes
     report("running the managed step", 0.3)
@@ -273,7 +277,7 @@ def _hold_plan(
         recording_peak_bytes, steady_peak_bytes, apart = _recording_and_steady(step, evidence, report)
         outcomes = handle.outcomes()
         plan_losses = consecutive_losses(step, steps)
-        with handle.paused():
+        with handle.paused(), in_tiles(step.model, plan.tiles):
             baseline_losses = consecutive_losses(step, steps)
         curve, intermediates = run_curve(step, depth), run_intermediates(step, depth)
         report("timing both in turns", 0.6)
@@ -293,6 +297,7 @@ def _hold_plan(
     rounding = half_the_digits(model) if error_of_torch else 0.0
     if plan.compiled and not error_of_torch:
         rounding = compiled_rounding(step, units, evidence.gradients)
+    tile_rounding = measure_tile_rounding(task, step, plan)
     step.clear_gradients()
     absent_bytes = step.absent_state_bytes(plan.classes.get(Category.OPTIMIZER_STATE, 0))
     return make_receipt(
@@ -302,6 +307,7 @@ def _hold_plan(
         timings,
         **_claims(plan),
         rounding_tolerance=rounding,
+        tile_rounding=tile_rounding,
         baseline_losses=baseline_losses,
         measured_baseline_peak_bytes=baseline_peak_bytes + absent_bytes,
         measured_peak_bytes=steady_peak_bytes + absent_bytes,

@@ -92,9 +92,12 @@ def _statement(plan: Plan) -> str:
         f"The plan {plan.strategy!r}, made {limit}, is predicted to peak at {format_bytes(plan.predicted_peak_bytes)} "
         f"instead of {format_bytes(plan.baseline_peak_bytes)}, for {format_more(plan.predicted_overhead)} time a step. "
     )
+    beside = " with these tiles" if plan.tiles else ""
     if plan.status is Status.OPTIMAL:
-        return text + "With these costs, no other plan of this engine is faster."
-    return text + f"With these costs, no plan of this engine is faster by more than {plan.gap_of_step:.2%} of the step."
+        return text + f"With these costs, no other plan of this engine{beside} is faster."
+    return (
+        text + f"With these costs, no plan of this engine{beside} is faster by more than {plan.gap_of_step:.2%} of the step."
+    )
 
 
 def plan_figures(plan: Plan) -> list[tuple[str, str]]:
@@ -118,6 +121,7 @@ def plan_figures(plan: Plan) -> list[tuple[str, str]]:
             f"{plan.gap_of_overhead:.1%} of the overhead",
         ),
         ("price of memory", _price(plan)),
+        *_tiles(plan),
         *_packing_figures(plan),
         ("costs", f"{plan.cost_source} on {plan.cost_device}; solved in {format_seconds(plan.solve_seconds)}"),
     ]
@@ -137,6 +141,17 @@ def _price(plan: Plan) -> str:
     overhead_seconds = max(plan.predicted_seconds - plan.baseline_seconds, 0.0)
     gain_seconds = min(plan.price_seconds_per_byte * GIB, overhead_seconds)
     return f"{price}: one more GiB would save {format_seconds(gain_seconds)} a step"
+
+
+def _tiles(plan: Plan) -> list[tuple[str, str]]:
+    """Return one row for all calls that run in the same number of tiles of the same size, as pairs of name and text."""
+    groups: dict[tuple[int, int], list[str]] = {}
+    for tile in plan.tiles:
+        groups.setdefault((tile.count, tile.rows_per_tile), []).append(tile.path)
+    return [
+        ("tiles", f"{compress_names(paths)}: {count} tiles of {rows} rows, so gradients are equal up to rounding")
+        for (count, rows), paths in groups.items()
+    ]
 
 
 def _packing_figures(plan: Plan) -> list[tuple[str, str]]:

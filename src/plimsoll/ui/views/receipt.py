@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from plimsoll.artifacts.decision import Engine
 from plimsoll.artifacts.naming import compress_names, name_call
-from plimsoll.artifacts.receipt import OWN, Claim, Confirmation, Intermediate, Mismatch, Receipt
+from plimsoll.artifacts.receipt import MOST_ROUNDING, OWN, Claim, Confirmation, Intermediate, Mismatch, Receipt, TileRounding
 from plimsoll.ui.document import (
     CurvesChart,
     Document,
@@ -82,7 +82,12 @@ def _figures(receipt: Receipt) -> list[tuple[str, str]]:
     is_own = receipt.strategy == OWN
     rows = [
         *_equality(receipt),
-        ("gradients", f"{equal_gradients} of {receipt.compared_gradients} equal bit for bit"),
+        *([] if receipt.tile_rounding is None else [("tiles", _tile_rounding(receipt.tile_rounding))]),
+        (
+            "gradients",
+            f"{equal_gradients} of {receipt.compared_gradients} equal bit for bit"
+            + (" to the step in tiles without recomputation" if receipt.tile_rounding else ""),
+        ),
         ("buffers", f"{equal_buffers} of {receipt.compared_buffers} equal bit for bit"),
         ("deterministic", "yes" if receipt.is_deterministic else "no: two unmanaged runs differ"),
         ("losses", _agreement(receipt.baseline_losses, receipt.plan_losses)),
@@ -124,6 +129,20 @@ def _equality(receipt: Receipt) -> list[tuple[str, str]]:
         allowed = "any error is allowed" if receipt.max_error is None else f"{receipt.max_error:.2%} is allowed"
         text = f"expected {receipt.predicted_error:.2%}, measured {_error(receipt)}; {allowed}"
     return [("gradient error", text)] if text else []
+
+
+def _tile_rounding(rounding: TileRounding) -> str:
+    """Return a text that says how far tiles move the gradient, beside the rounding that the step has anyway."""
+    dropout = ", without dropout" if rounding.is_without_dropout else ""
+    if rounding.obstacle:
+        return (
+            f"gradient moved by {rounding.difference:.1e}{dropout}; not compared with float64, because the model does not run "
+            f"in it: {rounding.obstacle}"
+        )
+    return (
+        f"gradient error against float64 {rounding.tiled_error:.2e}, without tiles {rounding.plain_error:.2e}{dropout}; "
+        f"largest ratio of one tensor {rounding.worst_ratio:.2f} ({rounding.worst_tensor}), {MOST_ROUNDING} is allowed"
+    )
 
 
 def _agreement(baseline: Sequence[float | None], plan: Sequence[float | None]) -> str:

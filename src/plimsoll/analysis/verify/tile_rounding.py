@@ -1,0 +1,110 @@
+"""Measures how far tiles move the gradient, beside the rounding error that the step has anyway.
+
+Tiles compute the same numbers in another order, so gradients are not equal bit for bit. Whether the difference is rounding shows
+against the same step in float64: the tiled step's error there may be a little larger than the plain step's, by chance, but not
+much larger. This is measured for each gradient, so an error in one small tensor does not hide behind large ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+from plimsoll.artifacts.plan import Plan
+from plimsoll.artifacts.receipt import MOST_ROUNDING, TileRounding
+from plimsoll.engine.tiles import in_tiles
+from plimsoll.session.task import TrainingTask
+from plimsoll.session.training_step import TrainingStep, copies, relative_error
+
+_Gradients = Mapping[str, torch.Tensor | None]
+
+
+def measure_tile_rounding(task: TrainingTask, step: TrainingStep, plan: Plan) -> TileRounding | None:
+    """Run the step plainly, in tiles, and in float64, and compare their gradients. ``None`` if the plan has no tiles.
+
+    A float64 copy of the model exists meanwhile. If the model cannot run in float64, the tiled and the plain gradient are
+    compared with each other. Dropout is off: the order of tiles changes which numbers are dropped.
+    """
+    if not plan.tiles:
+        return None
+    is_random = any(tile.is_random for tile in plan.tiles)
+    with _evaluating(step.model) if is_random else contextlib.nullcontext():
+        plain = _gradients(step)
+        with in_tiles(step.model, plan.tiles):
+            tiled = _gradients(step)
+        try:
+            exact = _gradients(_in_float64(task))
+        except Exception as error:  # the model's own code may refuse float64 in any way
+            return TileRounding(
+                compared=sum(gradient is not None for gradient in plain.values()),
+                difference=relative_error(plain, tiled),
+                obstacle=f"{type(error).__name__}: {error}".splitlines()[0],
+                is_without_dropout=is_random,
+            )
+        finally:
+            step.clear_gradients()
+    return _compared(plain, tiled, exact, is_without_dropout=is_random)
+
+
+def _compared(
+    plain: _Gradients, tiled: _Gradients, exact: _Gradients, *, is_without_dropout: bool
+) -> TileRounding:
+    ratios: dict[str, float] = {}
+    exceeding = []
+    for name, reference in exact.items():
+        before, after = plain.get(name), tiled.get(name)
+        if reference is None or before is None or after is None:
+            if (before is None) is not (after is None):
+                exceeding.append(name)
+            continue
+        norm = float(reference.double().norm())
+        before_error = float((before.double() - reference.double()).norm())
+        after_error = float((after.double() - reference.double()).norm())
+        # A gradient cannot be nearer than its own dtype allows, so that much does not count.
+        unavoidable = torch.finfo(before.dtype).eps * norm
+        ratios[name] = after_error / max(before_error, unavoidable, math.ulp(0.0))
+        if not ratios[name] <= MOST_ROUNDING:
+            exceeding.append(name)
+    worst = max(ratios, key=lambda name: ratios[name], default="")
+    return TileRounding(
+        compared=len(ratios),
+        difference=relative_error(plain, tiled),
+        plain_error=relative_error(exact, plain),
+        tiled_error=relative_error(exact, tiled),
+        worst_tensor=worst,
+        worst_ratio=ratios.get(worst, 0.0),
+        exceeding=tuple(exceeding),
+        is_without_dropout=is_without_dropout,
+    )
+
+
+def _gradients(step: TrainingStep) -> _Gradients:
+    step.run()
+    return copies(step.gradients())
+
+
+def _in_float64(task: TrainingTask) -> TrainingStep:
+    def widened(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().double().requires_grad_(tensor.requires_grad) if tensor.is_floating_point() else tensor
+
+    args, kwargs = tree_map_only(torch.Tensor, widened, task.call())
+    return TrainingStep(copy.deepcopy(task.model).double(), args, kwargs, loss=task.loss)
+
+
+@contextlib.contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Return a context manager. Inside, the model's dropout modules do not drop anything."""
+    off: list[tuple[Any, bool]] = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, was_training in off:
+            module.training = was_training
