@@ -7,6 +7,7 @@ looks up which module it was called for: ``nn.Module.__call__`` has that module 
 
 from __future__ import annotations
 
+import abc
 import copy
 import functools
 import sys
@@ -78,7 +79,7 @@ class CopiedForward:
         return type(module).forward(module, *args, **kwargs)
 
 
-class ReplacedForward:
+class ReplacedForward(abc.ABC):
     """Base class of objects that take the place of a module's ``forward`` while a plan is applied.
 
     ``install`` puts the object in place, ``remove`` takes it out. Deep copies and pickles of the module get its plain forward,
@@ -92,6 +93,10 @@ class ReplacedForward:
         # Look the forward up on the class in every call: the class may get another forward, and the module another class.
         self._original: Callable[..., Any] = module.forward if self._had_own else functools.partial(_run, module)
         self._is_removed = self._is_in_place = False
+
+    @abc.abstractmethod
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's forward in another way, and return its output."""
 
     def install(self) -> None:
         """Replace the module's forward by this object. If the user has put a wrapper of their own around it, that wrapper stays

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -67,7 +66,9 @@ class TiledForward(ReplacedForward):
         given: dict[str, Any] = {**{str(at): value for at, value in enumerate(args)}, **kwargs}
         rowed = {id(given.get(place)): dim for place, dim in self._tile.inputs.items()}
         dims = [rowed.get(id(leaf)) if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
-        sizes = {leaf.shape[dim] for leaf, dim in zip(leaves, dims, strict=True) if dim is not None and leaf.dim() > dim}
+        sizes = {
+            leaf.shape[dim] for leaf, dim in zip(leaves, dims, strict=True) if dim is not None and leaf.dim() > dim
+        }
         if len(sizes) != 1 or len([dim for dim in dims if dim is not None]) != len(self._tile.inputs):
             return None
         return _Call(self._bare, self._tile, leaves, spec, dims, sizes.pop())
@@ -111,7 +112,7 @@ class _Call:
 
     def run(self) -> Any:
         """Run the tiles, and return the whole call's output."""
-        outputs = _Tiled.apply(self, *self.tensors)  # type: ignore[no-untyped-call]
+        outputs = _Tiled.apply(self, *self.tensors)
         self.tensors, self._weights = [], {}
         return outputs if self.is_tuple or not isinstance(outputs, tuple) else outputs[0]
 
@@ -238,9 +239,7 @@ def _backward(parts: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
 class _Sums:
     """Adds the gradients of all tiles up: rows are written to their place, gradients of whole tensors are added."""
 
-    def __init__(
-        self, tensors: Sequence[torch.Tensor], dims: Sequence[int | None], needed: Sequence[bool]
-    ) -> None:
+    def __init__(self, tensors: Sequence[torch.Tensor], dims: Sequence[int | None], needed: Sequence[bool]) -> None:
         self._dims = [*dims, *[None] * (len(tensors) - len(dims))]
         self._needed = needed
         self._dtypes = [tensor.dtype for tensor in tensors]

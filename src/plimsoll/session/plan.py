@@ -15,6 +15,7 @@ from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.progress import Progress, part_of, silent
 from plimsoll.artifacts.store import load_plan
 from plimsoll.engine.apply import Handle
+from plimsoll.errors import BudgetBelowFloor
 from plimsoll.session.agreement import agreement_for, described
 from plimsoll.session.applied_budget import BudgetWatch
 from plimsoll.session.compiled import compiled_planner, plans_compiled
@@ -24,7 +25,7 @@ from plimsoll.session.rendezvous.exchange import TIMEOUT_SECONDS
 from plimsoll.session.retry import AppliedPlan, can_retry
 from plimsoll.session.step_planner import StepPlanner, eager_planner
 from plimsoll.session.task import TrainingTask, check_module
-from plimsoll.session.tiling import with_best_tiles
+from plimsoll.session.tiling import name_tiles, with_best_tiles
 from plimsoll.tracing.recorder.calling import Loss
 from plimsoll.units import check_count
 
@@ -136,7 +137,12 @@ def plan(
                     return tiled
 
                 planner = with_best_tiles(planner, task, planner_with)
-            made = planner.plan(strategy, step, part_of(report, 0.7, 1.0))
+            try:
+                made = planner.plan(strategy, step, part_of(report, 0.7, 1.0))
+            except BudgetBelowFloor as refusal:
+                if agreement.size == 1 and strategy == "auto" and not is_compiled and not options.may_tile:
+                    name_tiles(refusal, planner, task)
+                raise
         agreement.same_plan(made)
         report("done", 1.0)
         return made

@@ -216,15 +216,16 @@ class StepPlanner:
         """The lowest predicted peak that a plan of this rank's step reaches, in bytes."""
         return self._planner.floor.peak_bytes
 
-    def fits_in_tiles(self, task: TrainingTask, tiles: tuple[Tile, ...]) -> bool:
-        """Trace the step with these tiles, and return whether each rank's lowest peak is then within its budget.
-
-        Ops are not timed.
-        """
+    def in_tiles(self, task: TrainingTask, tiles: tuple[Tile, ...]) -> StepPlanner:
+        """Trace the step with these tiles, without timing its ops, and return a planner of this rank's own step."""
         options = dataclasses.replace(self.options, tiles=tiles)
         with self._agreement.stepping():
             traced = trace_task(task, options, optimizer_is_optional=True, repeats=0)
-        tiled = StepPlanner(traced, self.costs, options, self.own_budget_bytes)
+        return StepPlanner(traced, self.costs, options, self.own_budget_bytes)
+
+    def fits_in_tiles(self, task: TrainingTask, tiles: tuple[Tile, ...]) -> bool:
+        """Return whether each rank's lowest peak is within its budget if the step runs in these tiles."""
+        tiled = self.in_tiles(task, tiles)
         fits = tiled.own_budget_bytes is not None and tiled.floor_bytes <= tiled.own_budget_bytes
         return self._agreement.every("budgets in tiles", holds=fits)
 
@@ -618,8 +619,7 @@ def _as_if_timed_together(trace: Trace, first: Costs, second: Costs) -> Costs:
     after = sum(second.seconds_of(key) for key in ticks)
     scale = before / after if before and after else 1.0
     ops = {
-        key: first.ops.get(key)
-        or OpCost(seconds=cost.seconds * scale, spread_seconds=cost.spread_seconds * scale)
+        key: first.ops.get(key) or OpCost(seconds=cost.seconds * scale, spread_seconds=cost.spread_seconds * scale)
         for key, cost in second.ops.items()
     }
     return msgspec.structs.replace(second, ops=ops)

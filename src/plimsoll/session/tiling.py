@@ -1,12 +1,13 @@
 """Chooses the module calls that run in tiles, and the number of tiles of each.
 
 One number decides about all calls: the *tile bytes*. Each row-wise call gets as many tiles as it needs so that one tile makes
-about that many bytes, so calls that make less are not cut at all. The candidates are the largest call's bytes divided by 2, 4, …,
-64, but at least half a MiB. The step is traced anew with each candidate's tiles. So memory, recomputation and the speed of short tiles are those of the
-tiled step itself, and the other decisions (keep, recompute, compress, offload) are made for it as for any step.
+about that many bytes, so calls that make less are not cut at all. The candidates are the largest call's bytes divided by 2, 4,
+…, 64, but at least half a MiB. The step is traced anew with each candidate's tiles. So memory, recomputation and the speed of
+short tiles are those of the tiled step itself, and the other decisions (keep, recompute, compress, offload) are made for it as
+for any step.
 
-The smallest number of tiles that fits the budget comes first. More tiles are tried as long as they give a faster plan: they take
-longer themselves, but leave more memory to keep other values.
+The smallest number of tiles that fits the budget comes first. More tiles are tried as long as they give a faster plan: they
+take longer themselves, but leave more memory to keep other values.
 """
 
 from __future__ import annotations
@@ -24,12 +25,14 @@ from plimsoll.session.options import PlanOptions
 from plimsoll.session.step_planner import StepPlanner
 from plimsoll.session.task import TrainingTask
 from plimsoll.tracing.rows import MOST_TILES, RowwiseCall, find_rowwise_calls
+from plimsoll.units import format_bytes_up
 
 _LOG = logging.getLogger(__name__)
 _MOST_SETS = 6
 _LEAST_TILE_BYTES = 2**19
 """A tile makes at least about this many bytes. Smaller tiles would save little more memory, and many small ops are slow."""
-_LEAST_GAIN = 1.0
+_WORTH_NAMING = 0.05
+_LEAST_GAIN = 2.0
 """A call may be cut only if it makes more bytes than its arguments and outputs have, times this factor. One linear layer makes
 nothing but its output, so tiles would not save memory."""
 
@@ -46,9 +49,8 @@ def candidates(calls: Iterable[RowwiseCall]) -> list[tuple[Tile, ...]]:
     """Return the sets of tiles to choose from, those with the fewest tiles first.
 
     Example:
-        >>> call = RowwiseCall(
-        ...     path="mlp", dim=1, rows=4096, inputs={"0": 1}, outputs=(1,), inner_bytes=2**24, outer_bytes=2**20, is_random=False
-        ... )
+        >>> size = {"inner_bytes": 2**25, "outer_bytes": 2**20}
+        >>> call = RowwiseCall(path="mlp", dim=1, rows=4096, inputs={"0": 1}, outputs=(1,), is_random=False, **size)
         >>> [tiles[0].count for tiles in candidates([call])]
         [2, 4, 8, 16, 32, 64]
     """
@@ -78,9 +80,11 @@ def _tiles_of(call: RowwiseCall, tile_bytes: int) -> Iterable[Tile]:
         )
 
 
-def with_best_tiles(whole: StepPlanner, task: TrainingTask, planner_of: Callable[[PlanOptions], StepPlanner]) -> StepPlanner:
-    """Return the planner of the tiled step that has the fastest plan within the budget. It is ``whole``, the planner of the step
-    without tiles, if tiles do not give a faster plan, or if no tiles are needed or possible.
+def with_best_tiles(
+    whole: StepPlanner, task: TrainingTask, planner_of: Callable[[PlanOptions], StepPlanner]
+) -> StepPlanner:
+    """Return the planner of the tiled step that has the fastest plan within the budget. It is ``whole``, the planner of the
+    step without tiles, if tiles do not give a faster plan, or if no tiles are needed or possible.
 
     If no plan fits, the planner with the lowest peak is returned.
 
@@ -93,7 +97,9 @@ def with_best_tiles(whole: StepPlanner, task: TrainingTask, planner_of: Callable
         return whole
     sets = candidates(find_tileable(task, whole.options))
     if not sets:
-        _LOG.info("plimsoll: tiles are allowed, but no module call works row by row and makes enough bytes to save memory")
+        _LOG.info(
+            "plimsoll: tiles are allowed, but no module call works row by row and makes enough bytes to save memory"
+        )
         return whole
 
     @functools.cache
@@ -115,6 +121,17 @@ def with_best_tiles(whole: StepPlanner, task: TrainingTask, planner_of: Callable
             break
         best, seconds = planner, found
     return best
+
+
+def name_tiles(refusal: BudgetBelowFloor, whole: StepPlanner, task: TrainingTask) -> None:
+    """Add to a refusal how far tiles would lower the lowest peak, if it is more than 5%. This traces the step once more."""
+    sets = candidates(find_tileable(task, whole.options)) if whole.options.may_recompute else []
+    if not sets:
+        return
+    lowest_bytes = whole.in_tiles(task, sets[-1]).floor_bytes
+    if lowest_bytes < (1 - _WORTH_NAMING) * whole.floor_bytes:
+        allowed = ", ".join(map(repr, (*whole.options.allow, "tile")))
+        refusal.next += f", or allow=({allowed}): with tiles the smallest peak is about {format_bytes_up(lowest_bytes)}"
 
 
 def _seconds(planner: StepPlanner) -> float:

@@ -1,13 +1,16 @@
 """Finds module calls that work row by row: each row of the output depends on the same row of the input, and on no other row.
 
 Such a call can run in tiles (a few rows at a time), because tiles give the same numbers as the whole call, up to rounding. Rows
-are the positions along one dimension of the input: tokens, pixels, nodes, or the samples of a batch. Linear layers, element-wise
-ops, and norms and softmax over other dimensions are row-wise. Attention over the sequence mixes tokens, and batch norm mixes
-samples.
+are the positions along one dimension of the input: tokens, pixels, nodes, or the samples of a batch. Linear layers,
+element-wise ops, and norms and softmax over other dimensions are row-wise. Attention over the sequence mixes tokens, and batch
+norm mixes samples.
 
 The model runs once, and `RowFollower` (a dispatch mode) follows the rows from op to op. Each tensor that has rows gets a
-`Layout`: which of its dimensions has the rows, also after reshapes that join or split dimensions. An op without a rule counts as
-mixing rows, so an unknown op never makes a call row-wise.
+`Layout`: which of its dimensions has the rows, also after reshapes that join or split dimensions. An op without a rule counts
+as mixing rows, so an unknown op never makes a call row-wise.
+
+Ops do not show what Python code does with the number of rows (``x / x.shape[1]``). So with real tensors the model runs once
+more, and some rows of each row-wise call are computed alone and compared.
 """
 
 from __future__ import annotations
@@ -33,17 +36,17 @@ from plimsoll.tracing.recorder.untouched import arguments_kept, private_copy, un
 from plimsoll.tracing.regions import find_regions
 
 Layout = tuple[tuple[int, ...], ...]
-"""The dimensions of a tensor, each as the sizes of its factors, outermost first. The factor 0 stands for the rows.
+"""The dimensions of a tensor, each as the sizes of its factors, outermost first. The factor -1 stands for the rows.
 
-A tensor (batch 2, rows, 8) that was reshaped to (2 · rows, 8) has the layout ((2, 0), (8,)).
+A tensor (batch 2, rows, 8) that was reshaped to (2 · rows, 8) has the layout ((2, -1), (8,)).
 """
 
 MOST_TILES = 64
 """The most tiles that a call may be cut into."""
-_ROWS = 0
+_ROWS = -1
 
 
-class MixesRows(Exception):  # noqa: N818 - a finding, not a failure
+class MixesRows(Exception):
     """Says why a call does not work row by row."""
 
 
@@ -65,7 +68,6 @@ class RowwiseCall:
     inner_bytes: int
     outer_bytes: int
     is_random: bool
-
 
     @property
     def savable_bytes(self) -> float:
@@ -162,6 +164,8 @@ class RowFollower(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         out = func(*args, **(kwargs or {}))
+        if func.namespace == "prim":  # a fake tensor is asked for its device
+            return out
         makes_views = any(result.alias_info is not None for result in func._schema.returns)
         size = 0 if makes_views else sum(leaf.nbytes for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor))
         for scopes in self._open:
@@ -199,7 +203,7 @@ def _outputs(scope: _Scope, output: Any) -> tuple[int, ...]:
     """Return the dimension of the rows in each output, or an empty tuple if the call is not row-wise."""
     if scope.reason:
         return ()
-    leaves = list(output) if type(output) in (tuple, list) else [output]
+    leaves = list(output) if type(output) is tuple else [output]
     dims = []
     for leaf in leaves:
         layout = scope.layouts.get(leaf) if isinstance(leaf, torch.Tensor) else None
@@ -250,8 +254,8 @@ def reshaped(layout: Layout, rows: int, shape: Sequence[int]) -> Layout:
         MixesRows: the reshape splits the rows, or joins them with a part of another dimension.
 
     Example:
-        >>> reshaped(((2,), (0,), (8,)), 6, (12, 8))
-        ((2, 0), (8,))
+        >>> reshaped(((2,), (-1,), (8,)), 6, (12, 8))
+        ((2, -1), (8,))
     """
     pending = [factor for factors in layout for factor in factors if factor != 1]
     made: list[tuple[int, ...]] = []
@@ -379,8 +383,7 @@ def _pointwise(op: _Op) -> Layout:
 
 def _like(op: _Op) -> Layout | None:
     """Results of the same shape, or none of it."""
-    layout = next(layout for _, layout in op.inputs if layout is not None)
-    return layout
+    return next(layout for _, layout in op.inputs if layout is not None)
 
 
 def _dims_of(op: _Op, ndim: int) -> set[int]:
@@ -500,7 +503,7 @@ def _joined(op: _Op) -> Layout:
 def _looked_up(op: _Op) -> Layout:
     """Look rows up in a table that has no rows itself (an embedding)."""
     name = "indices" if "indices" in op.arguments else "index"
-    index, layout = op.only(name)
+    _, layout = op.only(name)
     row = _row_dim(layout)
     return _at(op.outputs[0].shape, row, layout[row])
 
@@ -517,7 +520,7 @@ def _gathered(op: _Op) -> Layout:
 
 
 def _convolved(op: _Op) -> Layout:
-    tensor, layout = op.only("input")
+    _, layout = op.only("input")
     row = _row_dim(layout)
     weight, space = op.arguments["weight"], row - 2
     is_pointwise = (
@@ -554,11 +557,15 @@ def _named(rule: _Rule, names: str) -> dict[str, _Rule]:
 
 
 _RULES: dict[str, _Rule] = {
-    **_named(_like, "clone alias detach detach_ lift_fresh _to_copy contiguous native_dropout bernoulli bernoulli_ dropout"),
+    **_named(
+        _like, "clone alias detach detach_ lift_fresh _to_copy contiguous native_dropout bernoulli bernoulli_ dropout"
+    ),
     **_named(_like, "empty_like zeros_like ones_like full_like rand_like randn_like fill_ zero_ uniform_ normal_"),
     **_named(_pointwise, "copy_ where masked_fill masked_fill_ rrelu_with_noise prelu _prelu_kernel glu_jvp"),
     **_named(_along, "sum mean amax amin var var_mean std std_mean logsumexp prod any all argmax argmin max min"),
-    **_named(_along, "linalg_vector_norm norm _softmax _log_softmax _safe_softmax cumsum cumprod sort topk glu argsort"),
+    **_named(
+        _along, "linalg_vector_norm norm _softmax _log_softmax _safe_softmax cumsum cumprod sort topk glu argsort"
+    ),
     **_named(_trailing_norm, "native_layer_norm _fused_rms_norm"),
     **_named(_product("self", "mat2"), "mm bmm"),
     **_named(_product("mat1", "mat2"), "addmm"),
@@ -609,18 +616,81 @@ def find_rowwise_calls(
     follower = RowFollower()
     call = split_batch(batch)
     on_meta = any(parameter.is_meta for parameter in model.parameters())
-    with untouched(model), arguments_kept(call), contextlib.ExitStack() as stack:
-        if on_meta or device_name is not None:
+    is_fake = on_meta or device_name is not None
+    with untouched(model), arguments_kept(call), torch.no_grad(), contextlib.ExitStack() as stack:
+        if is_fake:
             mode = stack.enter_context(faked(model))
             stack.enter_context(target_kernels(device_name or "cpu"))
             args, kwargs = fake_batch(lent(call), mode)
         else:
             args, kwargs = private_copy(call)
-        stack.enter_context(torch.no_grad())
-        stack.enter_context(follower.watching(modules))
-        stack.enter_context(follower)
-        model(*args, **kwargs)
-    return follower.found
+        with follower.watching(modules), follower:
+            model(*args, **kwargs)
+    found = follower.found
+    if found and not is_fake:
+        with untouched(model), arguments_kept(call), torch.no_grad():
+            args, kwargs = private_copy(call)
+            with _comparing(found, modules) as differing:
+                model(*args, **kwargs)
+        found = {path: each for path, each in found.items() if path not in differing}
+    return found
+
+
+@contextlib.contextmanager
+def _comparing(found: dict[str, RowwiseCall], modules: dict[str, nn.Module]) -> Iterator[set[str]]:
+    """Return a context manager. Inside, each of these calls computes a third of its rows once more, alone. It yields the set of
+    paths whose rows then differ by more than rounding.
+    """
+    differing: set[str] = set()
+
+    def comparer(path: str, call: RowwiseCall) -> Callable[..., None]:
+        def compare(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            given: dict[str, Any] = {**{str(at): value for at, value in enumerate(args)}, **kwargs}
+            rows = next(given[place].shape[dim] for place, dim in call.inputs.items())
+            first, count = rows // 3, max(1, rows // 3)
+            part = {place: given[place].narrow(dim, first, count) for place, dim in call.inputs.items()}
+            own = [part.get(str(at), value) for at, value in enumerate(args)]
+            named = {name: part.get(name, value) for name, value in kwargs.items()}
+            with _without_dropout(module) if call.is_random else contextlib.nullcontext():
+                whole = module.forward(*args, **kwargs) if call.is_random else output
+                alone = module.forward(*own, **named)
+            pairs = zip(_as_list(whole), _as_list(alone), call.outputs, strict=True)
+            if not all(_is_rounding(one.narrow(dim, first, count), other) for one, other, dim in pairs):
+                differing.add(path)
+
+        return compare
+
+    hooks = [
+        modules[path].register_forward_hook(comparer(path, call), with_kwargs=True) for path, call in found.items()
+    ]
+    try:
+        yield differing
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _as_list(output: Any) -> list[torch.Tensor]:
+    return list(output) if isinstance(output, tuple) else [output]
+
+
+def _is_rounding(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two tensors agree to at least half the digits of their dtype."""
+    if one.shape != other.shape or not one.is_floating_point():
+        return torch.equal(one, other)
+    norm = one.double().norm()
+    return bool((one.double() - other.double()).norm() <= math.sqrt(torch.finfo(one.dtype).eps) * norm) or not norm
+
+
+@contextlib.contextmanager
+def _without_dropout(module: nn.Module) -> Iterator[None]:
+    training = [(each, each.training) for each in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for each, was_training in training:
+            each.training = was_training
 
 
 def may_run_in_tiles(model: nn.Module, regions: Collection[str]) -> dict[str, nn.Module]:

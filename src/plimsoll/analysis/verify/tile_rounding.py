@@ -1,8 +1,8 @@
 """Measures how far tiles move the gradient, beside the rounding error that the step has anyway.
 
-Tiles compute the same numbers in another order, so gradients are not equal bit for bit. Whether the difference is rounding shows
-against the same step in float64: the tiled step's error there may be a little larger than the plain step's, by chance, but not
-much larger. This is measured for each gradient, so an error in one small tensor does not hide behind large ones.
+Tiles compute the same numbers in another order, so gradients are not equal bit for bit. Whether the difference is rounding
+shows against the same step in float64: the tiled step's error there may be a little larger than the plain step's, by chance,
+but not much larger. This is measured for each gradient, so an error in one small tensor does not hide behind large ones.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def measure_tile_rounding(task: TrainingTask, step: TrainingStep, plan: Plan) ->
             tiled = _gradients(step)
         try:
             exact = _gradients(_in_float64(task))
-        except Exception as error:  # the model's own code may refuse float64 in any way
+        except Exception as error:  # noqa: BLE001 - the model's own code may refuse float64 in any way
             return TileRounding(
                 compared=sum(gradient is not None for gradient in plain.values()),
                 difference=relative_error(plain, tiled),
@@ -53,9 +53,7 @@ def measure_tile_rounding(task: TrainingTask, step: TrainingStep, plan: Plan) ->
     return _compared(plain, tiled, exact, is_without_dropout=is_random)
 
 
-def _compared(
-    plain: _Gradients, tiled: _Gradients, exact: _Gradients, *, is_without_dropout: bool
-) -> TileRounding:
+def _compared(plain: _Gradients, tiled: _Gradients, exact: _Gradients, *, is_without_dropout: bool) -> TileRounding:
     ratios: dict[str, float] = {}
     exceeding = []
     for name, reference in exact.items():

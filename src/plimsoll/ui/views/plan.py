@@ -96,7 +96,8 @@ def _statement(plan: Plan) -> str:
     if plan.status is Status.OPTIMAL:
         return text + f"With these costs, no other plan of this engine{beside} is faster."
     return (
-        text + f"With these costs, no plan of this engine{beside} is faster by more than {plan.gap_of_step:.2%} of the step."
+        text
+        + f"With these costs, no plan of this engine{beside} is faster by more than {plan.gap_of_step:.2%} of the step."
     )
 
 

@@ -7,7 +7,16 @@ from collections.abc import Sequence
 
 from plimsoll.artifacts.decision import Engine
 from plimsoll.artifacts.naming import compress_names, name_call
-from plimsoll.artifacts.receipt import MOST_ROUNDING, OWN, Claim, Confirmation, Intermediate, Mismatch, Receipt, TileRounding
+from plimsoll.artifacts.receipt import (
+    MOST_ROUNDING,
+    OWN,
+    Claim,
+    Confirmation,
+    Intermediate,
+    Mismatch,
+    Receipt,
+    TileRounding,
+)
 from plimsoll.ui.document import (
     CurvesChart,
     Document,
