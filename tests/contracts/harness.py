@@ -119,7 +119,7 @@ def manage(
     )
     names = find_regions(model) if regions is None else regions
     drops = [Drops(name, kept, packs or {}, index in boundaries) for index, name in enumerate(names)]
-    return Handle(model, SimpleNamespace(regions=drops, compiled=()), shared)
+    return Handle(model, SimpleNamespace(regions=drops, compiled=(), tiles=()), shared)
 
 
 def device_of(model: nn.Module) -> torch.device:

@@ -36,6 +36,7 @@ from plimsoll.tracing.recorder.storages import Geometry, is_plain, same_bits, st
 from plimsoll.tracing.recorder.untouched import RandomState
 from plimsoll.tracing.torch_internals import below_autograd, without_modes, without_torch_function
 
+_NO_STATE = "draws random numbers at a point that cannot be restored later"
 NOT_EXACT = "gives other bits when it runs again"
 _POISON = 0xA5
 _PARTLY_UNSET = frozenset({"_ctc_loss"})
@@ -82,6 +83,9 @@ class VerifyingRecorder(OpRecorder):
         self._contents: dict[int, int] = {}
         self._shadows: dict[int, torch.Tensor] = {}
         self._undefined: set[int] = set()
+        self._lost: set[int] = set()
+        """Storages into which an op has written in place that may not run again. What writes to them next is not compared: a
+        copy for that would make the recording call larger than later calls."""
         self._outside: set[int] = set()
         self._unset_outputs: tuple[int, ...] = ()
 
@@ -116,6 +120,9 @@ class VerifyingRecorder(OpRecorder):
             return func(*args, **kwargs)
         written = self._written_storages(args, kwargs, signature)
         if any(storage in self._outside for storage in written):
+            return func(*args, **kwargs)
+        if any(storage in self._lost for storage in written):
+            op.obstacle = op.obstacle or _NO_STATE
             return func(*args, **kwargs)
         self._refuse_undefined_reads(op, written)
         device = _device(args, kwargs)
@@ -294,7 +301,10 @@ class VerifyingRecorder(OpRecorder):
             return
         op.scratch = frozenset(changed)
         if op.obstacle or (op.is_random and state is None):
-            op.obstacle = op.obstacle or "draws random numbers at a point that cannot be restored later"
+            op.obstacle = op.obstacle or _NO_STATE
+            self._lost.update(bases)
+            for storage in bases:
+                self._shadows.pop(storage, None)
             return
         scratch: dict[int, torch.Tensor] = {}
         for tensor in tree_leaves((args, kwargs)):

@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
+from plimsoll.tracing.constant_random import ConstantRandomNumbers
 from plimsoll.tracing.ddp import inner_module
 from plimsoll.tracing.fake import fake_batch, faked
 from plimsoll.tracing.kernels import target_kernels
@@ -651,7 +652,7 @@ def _comparing(found: dict[str, RowwiseCall], modules: dict[str, nn.Module]) -> 
             part = {place: given[place].narrow(dim, first, count) for place, dim in call.inputs.items()}
             own = [part.get(str(at), value) for at, value in enumerate(args)]
             named = {name: part.get(name, value) for name, value in kwargs.items()}
-            with _without_dropout(module) if call.is_random else contextlib.nullcontext():
+            with ConstantRandomNumbers() if call.is_random else contextlib.nullcontext():
                 whole = module.forward(*args, **kwargs) if call.is_random else output
                 alone = module.forward(*own, **named)
             pairs = zip(_as_list(whole), _as_list(alone), call.outputs, strict=True)
@@ -680,17 +681,6 @@ def _is_rounding(one: torch.Tensor, other: torch.Tensor) -> bool:
         return torch.equal(one, other)
     norm = one.double().norm()
     return bool((one.double() - other.double()).norm() <= math.sqrt(torch.finfo(one.dtype).eps) * norm) or not norm
-
-
-@contextlib.contextmanager
-def _without_dropout(module: nn.Module) -> Iterator[None]:
-    training = [(each, each.training) for each in module.modules()]
-    module.eval()
-    try:
-        yield
-    finally:
-        for each, was_training in training:
-            each.training = was_training
 
 
 def may_run_in_tiles(model: nn.Module, regions: Collection[str]) -> dict[str, nn.Module]:

@@ -10,11 +10,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 import torch
-from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from plimsoll.artifacts.plan import Plan
@@ -22,6 +20,7 @@ from plimsoll.artifacts.receipt import MOST_ROUNDING, TileRounding
 from plimsoll.engine.tiles import in_tiles
 from plimsoll.session.task import TrainingTask
 from plimsoll.session.training_step import TrainingStep, copies, relative_error
+from plimsoll.tracing.constant_random import ConstantRandomNumbers
 
 _Gradients = Mapping[str, torch.Tensor | None]
 
@@ -35,7 +34,7 @@ def measure_tile_rounding(task: TrainingTask, step: TrainingStep, plan: Plan) ->
     if not plan.tiles:
         return None
     is_random = any(tile.is_random for tile in plan.tiles)
-    with _evaluating(step.model) if is_random else contextlib.nullcontext():
+    with ConstantRandomNumbers() if is_random else contextlib.nullcontext():
         plain = _gradients(step)
         with in_tiles(step.model, plan.tiles):
             tiled = _gradients(step)
@@ -94,15 +93,3 @@ def _in_float64(task: TrainingTask) -> TrainingStep:
 
     args, kwargs = tree_map_only(torch.Tensor, widened, task.call())
     return TrainingStep(copy.deepcopy(task.model).double(), args, kwargs, loss=task.loss)
-
-
-@contextlib.contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Return a context manager. Inside, the model's dropout modules do not drop anything."""
-    off: list[tuple[Any, bool]] = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, was_training in off:
-            module.training = was_training
