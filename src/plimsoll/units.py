@@ -38,7 +38,8 @@ def parse_bytes(amount: int | str) -> int:
         amount: ``70 * 2**30``, ``"70GiB"``, ``"80GB"``.
 
     Raises:
-        InvalidBudget: the unit is missing, ambiguous (``"24G"``) or unknown, or the amount is not positive.
+        InvalidBudget: the unit is missing, ambiguous (``"24G"``) or unknown, or the amount is not positive. An int below 1024
+            is refused too: it is almost always a number of GiB.
 
     Example:
         >>> parse_bytes("1.5GiB")
@@ -47,11 +48,17 @@ def parse_bytes(amount: int | str) -> int:
     if isinstance(amount, bool) or not isinstance(amount, int | str):
         raise InvalidBudget(
             f"{amount!r} is not an amount of memory.",
-            why=f"it is a {type(amount).__name__}; bytes are an int, or text with a unit",
+            why=f"its type is {type(amount).__name__}; bytes are an int, or text with a unit",
             next=f'write {24 * GIB} or "24GiB"',
         )
     if isinstance(amount, int):
         bytes_ = amount
+        if 0 < bytes_ < KIB:
+            raise InvalidBudget(
+                f"{amount} is an amount of {amount} bytes.",
+                why="an int without a unit counts bytes, and no training step fits in so few",
+                next=f'write "{amount}GiB" or "{amount}MiB", or "{amount}B" if you mean bytes',
+            )
     else:
         match = _TEXT.fullmatch(amount)
         if match is None:

@@ -162,6 +162,10 @@ class Planning:
         """Return all options except the strategy, as keyword arguments of public functions such as ``plimsoll.plan``."""
         return {"budget": self.budget} | limits(asdict(self))
 
+    def bounds(self) -> dict[str, Any]:
+        """Return the options that are compared with the model when it is loaded, as keyword arguments of ``work.load``."""
+        return {"budget": self.budget, "overrides": tuple(self.override or ())}
+
 
 def limits(typed: Mapping[str, Any]) -> dict[str, Any]:
     """Return what plans may do, as keyword arguments of public functions such as ``plimsoll.plan``.

@@ -132,6 +132,13 @@ def build_html(artifacts: Sequence[Artifact], names: Sequence[str] = ()) -> str:
             of one model.
     """
     for artifact in artifacts:
+        if isinstance(artifact, str | Path):
+            raise InvalidReport(
+                f"{str(artifact)!r} is the name of a file, but report needs what the file holds.",
+                why="report shows artifacts, such as the plan that plimsoll.plan returned",
+                next=f'pass plimsoll.load("{artifact}") for a saved plan; for files of any kind run '
+                f"`plimsoll report {artifact} -o page.html`",
+            )
         if not isinstance(artifact, Reportable):
             raise InvalidReport(
                 f"No page can be made from {getattr(artifact, 'KIND', f'an object of type {type(artifact).__name__}')!r}.",
