@@ -46,7 +46,7 @@ def diagnose(
     asked: options.Planning,
     compiled: options.CompileOption = None,
     building: options.Building,
-    steps: options.StepsOption = 5,
+    steps: options.StepsOption = 3,
     keep_traces: KeepOption = None,
     to: options.Output,
 ) -> None:
