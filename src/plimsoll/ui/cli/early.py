@@ -63,7 +63,7 @@ def refuse_early(command: str, typed: Mapping[str, Any], *, plans_if_asked: bool
         return
     _refuse_devices(command, typed)
     recipe = _recipe_of(typed)
-    if recipe is None or command in _WITHOUT_MODEL or typed.get("layout"):
+    if recipe is None or command in _WITHOUT_MODEL or typed.get("layout") or typed.get("techniques"):
         return
     _refuse_large(typed, recipe)
     if typed.get("device_profile") is None and typed.get("device") == _HOST and typed.get("budget"):
@@ -249,12 +249,14 @@ def _refuse_fit(typed: Mapping[str, Any]) -> None:
             why="the global batch divided by the micro-batch is the accumulation, and fit chooses the micro-batch",
             next=f"leave --accumulation out, or leave --global-batch out to fix {typed['accumulation']} micro-batches per step",
         )
-    if not typed["layout"]:
+    if not typed["layout"] and not typed["techniques"]:
         return
+    from plimsoll.artifacts.job import read_techniques
     from plimsoll.estimator.parallelism.layouts import layout_entries
 
+    read_techniques(typed["techniques"])
     entries = dict(layout_entries(typed["layout"], also=("ranks", "samples")))
-    if "ranks" not in entries:
+    if "ranks" not in entries and typed["layout"]:
         raise InvalidOption(
             f"--layout {typed['layout']} does not say how many ranks to divide the step over.",
             why="fit searches all layouts of a number of ranks; a single layout is estimated",
@@ -265,7 +267,7 @@ def _refuse_fit(typed: Mapping[str, Any]) -> None:
     lacking = [flag for flag, value in missing.items() if value is None]
     if lacking:
         raise InvalidOption(
-            f"--layout needs {' and '.join(flag.split()[0] for flag in lacking)}.",
+            f"--{'layout' if typed['layout'] else 'techniques'} needs {' and '.join(flag.split()[0] for flag in lacking)}.",
             why="layouts are compared by the seconds of one step over the global batch, estimated for a device profile",
             next=f"add {' '.join(lacking)}",
         )
@@ -278,10 +280,14 @@ def _refuse_estimate(typed: Mapping[str, Any]) -> None:
     from plimsoll.estimator.parallelism.layouts import read_layout
     from plimsoll.estimator.setting_checks import check_auto
     from plimsoll.planning.costing.devices import find_device
+    from plimsoll.ui.cli.devices import read_price, split_devices
 
-    find_device(typed["device"])
+    devices = split_devices(typed["device"])
+    for name in devices:
+        find_device(name)
+    read_price(typed["tokens"], typed["price"], devices)
     parse_precision(typed["precision"])
-    read_techniques(typed["techniques"])
+    read_techniques(",".join(filter(None, [typed["techniques"], f"lora={typed['lora']}" if typed["lora"] else ""])))
     if LayoutSpace.read(typed["layout"]) is None:
         read_layout(typed["layout"])
         if typed["export"] is None:
