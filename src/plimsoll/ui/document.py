@@ -55,7 +55,7 @@ class Paragraph:
 
 
 @dataclass(frozen=True, slots=True)
-class Command:
+class ShellCommand:
     """A document element: one command that the reader can paste into a shell."""
 
     kind: ClassVar[str] = "command"
@@ -238,7 +238,7 @@ class BytesChart:
 
 
 Chart = MemoryChart | DecisionMap | FrontierChart | CurvesChart | NormsChart | PartsChart | BytesChart
-Element = Paragraph | Command | NamedFigures | Table | Checks | Fold | Chart
+Element = Paragraph | ShellCommand | NamedFigures | Table | Checks | Fold | Chart
 
 
 @dataclass(frozen=True, slots=True)

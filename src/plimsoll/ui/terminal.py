@@ -17,13 +17,13 @@ from plimsoll.artifacts.plan import TimelinePoint
 from plimsoll.artifacts.store import Artifact
 from plimsoll.ui.document import (
     Checks,
-    Command,
     Document,
     Element,
     Fold,
     MemoryChart,
     NamedFigures,
     Paragraph,
+    ShellCommand,
     Table,
     Tone,
     opened,
@@ -197,7 +197,7 @@ def render_elements(elements: Sequence[Element], *, with_details: bool = False) 
         body = _render(element)
         if body is None:
             continue
-        if parts and not isinstance(element, Paragraph | Command):
+        if parts and not isinstance(element, Paragraph | ShellCommand):
             parts.append(Text())
         title = element.title if isinstance(element, Table | Checks | Fold) else ""
         parts += [Text(title, style="underline"), body] if title else [body]
@@ -208,7 +208,7 @@ def _render(element: Element) -> RenderableType | None:
     match element:
         case Paragraph():
             return Text(element.text)
-        case Command():
+        case ShellCommand():
             return _ShellLines(element.text)
         case NamedFigures():
             grid = Grid.grid(padding=(0, 2))

@@ -56,7 +56,7 @@ def count_step_flops(recipe: Recipe, *, batch: int | None = None, sequence: int 
     Example:
         >>> from plimsoll.estimator.targets.recipe import find_recipe
         >>> f"{count_step_flops(find_recipe('llama-3-8b')):.1e}"
-        '4.9e+14'
+        '5.0e+14'
     """
     facts, count = facts_of(recipe, batch=batch, sequence=sequence), count_parameters(recipe)
     if count is None or facts.tokens is None or facts.sequence is None or facts.layers is None or facts.hidden is None:

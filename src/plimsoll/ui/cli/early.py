@@ -55,6 +55,8 @@ def refuse_early(command: str, typed: Mapping[str, Any], *, plans_if_asked: bool
     _refuse_files(typed)
     if {"budget", "strategy"} & typed.keys():
         _refuse_planning(command, typed, plans_if_asked=plans_if_asked)
+    if command == "demo" and typed.get("budget"):
+        Budget.read(typed["budget"]).bytes_of(_HOST, host_memory_bytes())
     if command == "fit":
         _refuse_fit(typed)
     if command == "estimate":
@@ -65,7 +67,14 @@ def refuse_early(command: str, typed: Mapping[str, Any], *, plans_if_asked: bool
     recipe = _recipe_of(typed)
     if recipe is None or command in _WITHOUT_MODEL or typed.get("layout") or typed.get("techniques"):
         return
-    _refuse_large(typed, recipe)
+    _refuse_large(command, typed, recipe)
+    _refuse_long(typed, recipe)
+    if typed.get("link") == "host" and typed.get("device_profile") is None and typed.get("device") == _HOST:
+        raise InvalidOption(
+            "--link host would have no effect on cpu.",
+            why="it moves tensors from a GPU to host memory, and these tensors are already there",
+            next="write --link disk, or leave --link out",
+        )
     if typed.get("device_profile") is None and typed.get("device") == _HOST and typed.get("budget"):
         Budget.read(typed["budget"]).bytes_of(_HOST, host_memory_bytes())
 
@@ -106,8 +115,10 @@ class TrainedSize:
         """The bytes that are in memory at once when the optimizer steps."""
         return self.parameters_bytes + self.trained_bytes * (1 + _STATES[self.optimizer])
 
-    def refuse_on_this_machine(self, budget: str | None) -> None:
+    def refuse_on_this_machine(self, budget: str | None, command: str = "plan") -> None:
         """Refuse to build the model here if it needs more than all memory of the machine.
+
+        ``command`` is the command to suggest; it must have ``--device-profile``.
 
         Raises:
             InvalidTarget: the message names both sizes and ``--device-profile``.
@@ -121,7 +132,7 @@ class TrainedSize:
             f"{format_bytes(host_bytes)}.",
             why=f"{self._parts()}; without --device-profile the model is built and run on this machine",
             next="name the device to plan for, which need not be here: "
-            f"plimsoll plan {self.target}{asked} --device-profile H100-SXM",
+            f"plimsoll {command} {self.target}{asked} --device-profile H100-SXM",
         )
 
     def refuse_under(self, budget: str | None) -> None:
@@ -251,6 +262,12 @@ def _refuse_fit(typed: Mapping[str, Any]) -> None:
         )
     if not typed["layout"] and not typed["techniques"]:
         return
+    if typed["save_plan"] is not None:
+        raise InvalidOption(
+            "--save-plan cannot be used with --layout or --techniques.",
+            why="each stage of a layout has its own plan, and --save-plan writes only one",
+            next="save the result with --output, or run `plimsoll estimate` for the layout that was found, with --plans DIR",
+        )
     from plimsoll.artifacts.job import read_techniques
     from plimsoll.estimator.parallelism.layouts import layout_entries
 
@@ -353,15 +370,26 @@ def _is_without_gpus() -> bool:
     return all(value is not None and value[1] == "None" for value in values)
 
 
-def _refuse_large(typed: Mapping[str, Any], recipe: Recipe) -> None:
+def _refuse_large(command: str, typed: Mapping[str, Any], recipe: Recipe) -> None:
     """Compare the size of a model, from its configuration, with this machine and with the budget."""
     known, optimizer = parameter_bytes(recipe), typed.get("optimizer")
     if known is None or not isinstance(optimizer, options.OptimizerName):
         return
     size = TrainedSize(target=recipe.name, parameters_bytes=known, trained_bytes=known, optimizer=optimizer)
     if typed.get("device_profile") is None and typed.get("device", _HOST) == _HOST:
-        size.refuse_on_this_machine(typed.get("budget"))
+        size.refuse_on_this_machine(typed.get("budget"), command if "device_profile" in typed else "plan")
     size.refuse_under(typed.get("budget"))
+
+
+def _refuse_long(typed: Mapping[str, Any], recipe: Recipe) -> None:
+    """Refuse a sequence that is longer than the positions that a GPT-2 has learned."""
+    seq, positions = _one(typed.get("seq")), recipe.fields.get("n_positions")
+    if recipe.fields.get("model_type") == "gpt2" and isinstance(positions, int) and seq is not None and seq > positions:
+        raise InvalidTarget(
+            f"{recipe.name} accepts at most {positions:,} tokens per sample, not {seq:,}.",
+            why="its positions are learned, and it has one for each token of a sample",
+            next=f"use --seq {positions} or less, or a configuration with more positions",
+        )
 
 
 def _target_of(typed: Mapping[str, Any]) -> str:

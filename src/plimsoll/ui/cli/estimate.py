@@ -392,9 +392,7 @@ def _save_plans(found: Estimate, directory: Path, to: options.Output) -> None:
         terminal.say(told)
 
 
-def _fit_layout(
-    target: str, budget: str, layout: str, to: options.Output, save_plan: Path | None, **sizes: Any
-) -> None:
+def _fit_layout(target: str, budget: str, layout: str, to: options.Output, **sizes: Any) -> None:
     """Search the fastest layout (division of the step over ranks) with its micro-batch, and print the estimate.
 
     Each pipeline stage of the layout has its own plan.
@@ -402,12 +400,6 @@ def _fit_layout(
     import plimsoll
     from plimsoll.errors import BudgetBelowFloor
 
-    if save_plan is not None:
-        raise InvalidOption(
-            "--save-plan cannot be used with --layout.",
-            why="each stage of a layout has its own plan, and --save-plan writes only one",
-            next="save the result with --output, or run `plimsoll estimate` for the layout that was found, with --plans DIR",
-        )
     with terminal.show_progress() as report:
         found = plimsoll.fit(target, None, budget, layout=layout, progress=report, **sizes)
     terminal.hand_over(found, to)
@@ -446,7 +438,7 @@ def fit(
             sizes = {"sequences": seq or None, "global_batch": global_batch, "accumulation": accumulation}
             how = {"regions": regions or None, "device_profile": device_profile, "optimizer": optimizer.value}
             how["techniques"] = techniques
-            _fit_layout(target, budget, layout, to, save_plan, **sizes, **how)
+            _fit_layout(target, budget, layout, to, **sizes, **how)
             return
         is_text = ":" not in target
         building = options.Building(optimizer=optimizer, device=device, seq=max(seq) if seq and is_text else None)

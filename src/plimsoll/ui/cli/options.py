@@ -94,7 +94,7 @@ def parse_sequence(text: str | int) -> int:
             int(text[:1000]) if is_long else parse_count(text, thousand=1024)
         )  # too long a number is refused by its length
     except InvalidOption as error:
-        raise typer.BadParameter(f"{error.found} {error.next.capitalize()}.") from error
+        raise typer.BadParameter(f"{error.found} {error.next[:1].upper()}{error.next[1:]}.") from error
 
 
 BatchOption = Annotated[

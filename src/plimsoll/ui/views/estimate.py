@@ -13,12 +13,12 @@ from plimsoll.artifacts.trace import runs_gpu_kernels
 from plimsoll.ui.document import (
     UNKNOWN,
     BytesChart,
-    Command,
     Document,
     Element,
     Fold,
     Paragraph,
     Section,
+    ShellCommand,
     Subject,
     Table,
     Tone,
@@ -127,7 +127,7 @@ def _changes(estimate: Estimate) -> list[Element]:
             Paragraph(f"{number}. {change.name}: {memory}, step {format_seconds(change.step_seconds)}{tokens}")
         )
         if change.command:
-            found.append(Command(change.command))
+            found.append(ShellCommand(change.command))
     return found
 
 
