@@ -15,8 +15,8 @@ from plimsoll.ui.cli import early
 from plimsoll.ui.cli.flags import in_flags
 
 EARLY = {
-    "plan llama-tiny --budget 90MiB --device-profile H100 --device cuda": "would have no effect beside --device-profile",
-    "plan llama-tiny --budget 90MiB --device-profile H100 --device H100": "would have no effect beside --device-profile",
+    "plan llama-tiny --budget 90MiB --device-profile H100 --device cuda": "would have no effect together with --device-profile",
+    "plan llama-tiny --budget 90MiB --device-profile H100 --device H100": "would have no effect together with --device-profile",
     "plan llama-tiny --budget 90MiB --device H100": "--device-profile H100-SXM",
     "plan llama-tiny --budget 90MiB --device abacus": "The device 'abacus' is not available",
     "plan llama-tiny --budget 90MiB --device cuda:": "The device 'cuda:' is not available",

@@ -326,7 +326,7 @@ def _refuse_devices(command: str, typed: Mapping[str, Any]) -> None:
         refuse_sizes(text, TargetOptions(batch=typed.get("batch"), sequence=_one(typed.get("seq")), device=device))
     if profile is not None:
         raise InvalidOption(
-            f"--device {device} would have no effect beside --device-profile {profile}.",
+            f"--device {device} would have no effect together with --device-profile {profile}.",
             why="with a device profile the model is not built on a device of this machine",
             next=f"leave --device out to plan for {profile}, or leave --device-profile out to plan on this machine",
         )

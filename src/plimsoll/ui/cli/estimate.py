@@ -305,7 +305,7 @@ def estimate(
 
 
 def _typed(context: typer.Context) -> dict[str, str]:
-    """Return the options of ``estimate`` that describe the job and were typed, by their long names. A flag has no text."""
+    """Return the options of ``estimate`` that describe the job and were typed, by their long names. The text of a flag is empty."""
     values = {parameter.opts[0]: context.params[str(parameter.name)] for parameter in context.command.params}
     about_result = ("--output", "--json", "--launch", "--plans", "--lora")
     texts = {name: values[name] for name in options.given(context) if name not in about_result}
@@ -313,7 +313,7 @@ def _typed(context: typer.Context) -> dict[str, str]:
 
 
 def _command(target: str, typed: Mapping[str, str], change: FittingChange) -> str:
-    """Return the command that estimates the changed job: the user's own options, with those of the change in their place."""
+    """Return the command that estimates the changed job: the user's options, changed by the options of the change."""
     changed = {f"--{name}": value for name, value in change.options.items()}
     words = {name: value for name, value in {**typed, **changed}.items() if name not in changed or value}
     parts = [f"{name} {shlex.quote(value)}" if value else name for name, value in words.items()]

@@ -106,7 +106,7 @@ INTERRUPTED = 130
 _QUIET_SECONDS = 2.0
 """The least time in seconds between two progress lines in a log."""
 _REPEAT_SECONDS = 15.0
-"""The time in seconds after which a log repeats the latest progress line, so that its reader knows that work goes on."""
+"""The time in seconds after which a log repeats the latest progress line, so that its reader knows that work continues."""
 
 
 @contextlib.contextmanager
@@ -212,7 +212,7 @@ def render_error_json(error: PlimsollError) -> str:
 
 
 def print_error(error: PlimsollError) -> None:
-    """Write an error to stderr for a person: what was found, why, and what to do next, with options as they are typed."""
+    """Write an error to stderr for a person: what was found, why, and what to do next, with options in the notation of the command line."""
     console = stderr()
     found, why, next_step = as_typed(error)
     console.print(Text.assemble((f"{type(error).__name__}: ", "bold red"), found), soft_wrap=True)

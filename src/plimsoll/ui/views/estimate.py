@@ -117,7 +117,7 @@ def name_hours(estimate: Estimate) -> str:
 
 
 def _changes(estimate: Estimate) -> list[Element]:
-    """Return each change that makes the job fit, with its memory and speed, and its command if there is one."""
+    """Return each change that makes the job fit, with its memory and speed, and its command if it is known."""
     found: list[Element] = []
     for number, change in enumerate(estimate.changes, start=1):
         ranks = f" on {change.ranks:,} ranks" if change.ranks > 1 else ""
