@@ -305,7 +305,7 @@ def estimate(
 
 
 def _typed(context: typer.Context) -> dict[str, str]:
-    """Return the options of ``estimate`` that describe the job and were typed, by their long names. The text of a flag is empty."""
+    """Return the typed options that describe the job, by their long names. The text of a flag is empty."""
     values = {parameter.opts[0]: context.params[str(parameter.name)] for parameter in context.command.params}
     about_result = ("--output", "--json", "--launch", "--plans", "--lora")
     texts = {name: values[name] for name in options.given(context) if name not in about_result}

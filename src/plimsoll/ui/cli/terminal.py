@@ -212,7 +212,7 @@ def render_error_json(error: PlimsollError) -> str:
 
 
 def print_error(error: PlimsollError) -> None:
-    """Write an error to stderr for a person: what was found, why, and what to do next, with options in the notation of the command line."""
+    """Write an error to stderr for a person: what was found, why, and what to do next. Options are written as flags."""
     console = stderr()
     found, why, next_step = as_typed(error)
     console.print(Text.assemble((f"{type(error).__name__}: ", "bold red"), found), soft_wrap=True)
