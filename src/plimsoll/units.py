@@ -28,6 +28,7 @@ _BYTES_PER_UNIT = {
 }
 _MOST = 2**63 - 1
 """The largest amount or count: torch and JSON take 64-bit signed integers."""
+_COUNT = re.compile(r"\s*([0-9][0-9_]{0,29}(?:\.[0-9]{1,12})?)\s*([kKmMbBgGtT]?)\s*")
 _TEXT = re.compile(r"\s*([0-9][0-9_]{0,29}(?:\.[0-9]{1,30})?)\s*([A-Za-z]*)\s*")
 
 
@@ -38,7 +39,8 @@ def parse_bytes(amount: int | str) -> int:
         amount: ``70 * 2**30``, ``"70GiB"``, ``"80GB"``.
 
     Raises:
-        InvalidBudget: the unit is missing, ambiguous (``"24G"``) or unknown, or the amount is not positive.
+        InvalidBudget: the unit is missing, ambiguous (``"24G"``) or unknown, or the amount is not positive. An int below 1024
+            is refused too: it is almost always a number of GiB.
 
     Example:
         >>> parse_bytes("1.5GiB")
@@ -47,11 +49,17 @@ def parse_bytes(amount: int | str) -> int:
     if isinstance(amount, bool) or not isinstance(amount, int | str):
         raise InvalidBudget(
             f"{amount!r} is not an amount of memory.",
-            why=f"it is a {type(amount).__name__}; bytes are an int, or text with a unit",
+            why=f"its type is {type(amount).__name__}; bytes are an int, or text with a unit",
             next=f'write {24 * GIB} or "24GiB"',
         )
     if isinstance(amount, int):
         bytes_ = amount
+        if 0 < bytes_ < KIB:
+            raise InvalidBudget(
+                f"{amount} is an amount of {amount} bytes.",
+                why="an int without a unit counts bytes, and no training step fits in so few",
+                next=f'write "{amount}GiB" or "{amount}MiB", or "{amount}B" if you mean bytes',
+            )
     else:
         match = _TEXT.fullmatch(amount)
         if match is None:
@@ -90,6 +98,32 @@ def parse_bytes(amount: int | str) -> int:
             next='write "24GiB"',
         )
     return bytes_
+
+
+def parse_count(text: str, *, thousand: int = 1000) -> int:
+    """Parse a whole number that may end in k, M, B or T, such as a number of tokens.
+
+    Args:
+        text: ``"10B"``, ``"1.5T"``, ``"32k"``, ``"4096"``.
+        thousand: the factor of k. It is 1024 for lengths of sequences, where 32k means 32,768.
+
+    Raises:
+        InvalidOption: the text is not a positive whole number.
+
+    Example:
+        >>> parse_count("1.5B"), parse_count("32k", thousand=1024)
+        (1500000000, 32768)
+    """
+    match = _COUNT.fullmatch(text)
+    scales = {"": 1, "K": thousand, "M": thousand**2, "B": thousand**3, "G": thousand**3, "T": thousand**4}
+    count = 0 if match is None else round(float(match[1].replace("_", "")) * scales[match[2].upper()], 6)
+    if match is None or count != int(count) or not 0 < count <= _MOST:
+        raise InvalidOption(
+            f"{reprlib.repr(text)} is not a positive whole number.",
+            why="it is a number, or a number with k, M, B or T after it, at most 2**63 - 1",
+            next="write 4096, 32k or 10B",
+        )
+    return int(count)
 
 
 def format_bytes(bytes_: float) -> str:

@@ -13,7 +13,8 @@ import plimsoll
 from plimsoll.artifacts.job import Layout, ModelFacts
 from plimsoll.artifacts.store import load_any
 from plimsoll.errors import InvalidLayout
-from plimsoll.estimator.layout_search import LayoutSearch, LayoutSpace
+from plimsoll.estimator.layout_search import LayoutSearch
+from plimsoll.estimator.layout_space import LayoutSpace
 from plimsoll.estimator.lowering import SwitchFigures
 from plimsoll.estimator.setting import Setting
 from plimsoll.planning.costing.devices import find_device
@@ -57,9 +58,17 @@ def test_what_is_given_stays_and_what_does_not_divide_is_left_out():
     assert {each.ep for each in space("ranks=8,samples=32,tp=1,pp=1").layouts(1, experts)} == {1, 2, 4}
 
 
-@pytest.mark.parametrize("text", ["ranks=8", "samples=8,tp=2", "ranks=0,samples=8", "ranks=8,samples=many"])
-def test_half_a_space_is_refused(text: str):
-    with pytest.raises(InvalidLayout, match="does not define a search over layouts"):
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("ranks=8", "lacks samples="),
+        ("samples=8,tp=2", "lacks ranks="),
+        ("ranks=0,samples=8", "does not define a search over layouts"),
+        ("ranks=8,samples=many", "does not define a search over layouts"),
+    ],
+)
+def test_half_a_space_is_refused(text: str, found: str):
+    with pytest.raises(InvalidLayout, match=found):
         LayoutSpace.read(text)
 
 

@@ -55,10 +55,10 @@ def _shown_by_helps() -> list[str]:
 @contextlib.contextmanager
 def a_large_machine() -> Iterator[None]:
     """Budgets on the pages are those of large GPUs; here the CPU is the device, and is said to have as much."""
-    from plimsoll.session import device_costs
+    from plimsoll.planning.costing import host
 
     kept = os.sysconf
-    with unittest.mock.patch.object(device_costs.os, "sysconf", lambda name: kept(name) * 64):
+    with unittest.mock.patch.object(host.os, "sysconf", lambda name: kept(name) * 64):
         yield
 
 

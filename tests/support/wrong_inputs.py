@@ -88,6 +88,8 @@ TYPED: dict[str, tuple[str, ...]] = {
     "--layout": ("dp=0", "dp=-1", "dp=x", "dp", "=", "dp=1,dp=2", "tp=3", "foo=2", "zero=4", "schedule=zigzag", "virtual=0",
                  f"dp={'9' * 400}", "cp=7", "ep=2", "dp=2;tp=2", ",", "sp=2", "dp=2.5", "virtual=2"),
     "--techniques": ("gradients=fp3", "loss=foo", "x", "=", "loss=", "loss=fused,loss=chunked", ",", "gradients"),
+    "--tokens": ("", "0", "-1", "1.5", "many", "nan", "1e9", "10 Q", "9" * 400), "--launch": ("", "mpirun"),
+    "--price": ("2", "x", "-1", "nan", "H100=", "A100=2", "1,2"), "--lora": COUNTS,
     "--export": ("", "deepspeed", "megatron,transformers"),
     "--methods": ("", "powersgd", "powersgd:0", "topk:200%", "sign:3", "gzip"),
     **dict.fromkeys(("--batch", "--seq", "--steps", "--chunk", "--most-batch", "--solves", "--accumulation", "--global-batch",

@@ -169,6 +169,25 @@ class MeasuredFigure(msgspec.Struct, frozen=True, kw_only=True):
         return self.estimated is not None and abs(self.measured - self.estimated) <= self.error
 
 
+class FittingChange(msgspec.Struct, frozen=True, kw_only=True):
+    """Data: one change of a job that does not fit, with the memory and speed of the changed job, which fits.
+
+    ``options`` are the options of ``plimsoll estimate`` that change, by name; an empty text leaves an option out. ``command``
+    is the whole command, if the estimate came from a command. ``rank_seconds_per_sample`` is the price of the change: seconds
+    of one step times ranks, per sample.
+    """
+
+    name: str
+    options: dict[str, str]
+    ranks: int
+    total_bytes: int
+    error_bytes: int
+    step_seconds: float
+    rank_seconds_per_sample: float
+    tokens_per_second: float | None = None
+    command: str = ""
+
+
 class Estimate(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
     """Data: the memory and speed of training ``target`` on ``device`` under ``layout``. ``plimsoll.estimate`` makes it."""
 
@@ -202,6 +221,12 @@ class Estimate(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
     measured: tuple[MeasuredFigure, ...] = ()
     """The measured figures of a real run, if such a run was given; ``measured_source`` names the run."""
     measured_source: str = ""
+    changes: tuple[FittingChange, ...] = ()
+    """The cheapest changes that make the job fit, if it may not fit and changes were searched."""
+    run_tokens: int | None = None
+    """The number of tokens that the whole run trains on, if it was given."""
+    hourly_price: float | None = None
+    """The price of one device for one hour, in the user's currency, if it was given."""
     trace_seconds: float = 0.0
     total_seconds: float = 0.0
 
@@ -209,6 +234,18 @@ class Estimate(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
     def tightest(self) -> StageEstimate:
         """The stage of the pipeline that needs the most memory of a device."""
         return max(self.stages, key=lambda stage: stage.total_bytes)
+
+    @property
+    def device_hours(self) -> float | None:
+        """The hours of all devices together for the whole run, or ``None`` if its tokens or its speed are unknown."""
+        speed = self.throughput.tokens_per_second
+        return None if self.run_tokens is None or not speed else self.run_tokens / speed / 3600 * self.layout.ranks
+
+    @property
+    def price(self) -> float | None:
+        """The price of the whole run in the user's currency, or ``None`` if it is unknown."""
+        hours = self.device_hours
+        return None if hours is None or self.hourly_price is None else hours * self.hourly_price
 
     @property
     def does_fit(self) -> bool | None:

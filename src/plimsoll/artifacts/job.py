@@ -329,7 +329,7 @@ def _entries(text: str) -> Iterator[tuple[str, str | int]]:
         if not is_good or value == "0":
             raise InvalidOption(
                 f"{part.strip()} is not a valid technique.",
-                why=f"{key} needs {'a number' if key in _COUNTS else 'one of its values'}"
+                why=f"{key} needs {'a whole number above 0' if key in _COUNTS else 'one of its values'}"
                 if wanted
                 else f"{key} does not have a value",
                 next=f"write {key}={wanted}, or leave it out" if wanted else f"write only {key}, or leave it out",

@@ -34,6 +34,12 @@ Artifact = Reportable | Explanation | Fit | Traffic
 Kind = TypeVar("Kind", bound=ArtifactBase)
 
 _LIMITS = ReadLimits(most_bytes=128 * MIB)
+_MADE_BY = {
+    Plan.KIND: "plimsoll plan TARGET --budget 70GiB --output plan.json",
+    Receipt.KIND: "plimsoll verify TARGET --plan plan.json --output receipt.json",
+    Verdict.KIND: "plimsoll probe TARGET --plan plan.json --output verdict.json",
+}
+"""For each kind of artifact that other functions read, the command that writes it."""
 _KINDS: dict[str, type[Artifact]] = {kind.KIND: kind for kind in get_args(Artifact)}
 
 
@@ -61,7 +67,7 @@ def from_json(text: str | bytes, *, source: str = "the text") -> Artifact:
         raise PlanFileError(
             f"{source} is JSON, but not a file of Plimsoll.",
             why=f'it does not have the tag "{TAG}", which every file of Plimsoll starts with',
-            next="give a file that plan.save() or `plimsoll plan --output` wrote",
+            next="give a file that a command of plimsoll wrote with --output, or that save() of its result wrote",
         )
     kind = fields.pop(TAG)
     if not isinstance(kind, str) or kind not in _KINDS:
@@ -149,8 +155,8 @@ def _check_version(found: object, known: int, *, kind: str, source: str) -> None
         )
 
 
-def load_any(path: str | Path) -> Artifact:
-    """Read an artifact of any kind from a file.
+def load_any(path: str | Path, *, kind: str = "") -> Artifact:
+    """Read an artifact of any kind from a file. ``kind`` is the kind that the caller needs; an error says how to make one.
 
     Raises:
         PlanFileError: the file does not exist, or does not hold anything that this version can read.
@@ -158,15 +164,17 @@ def load_any(path: str | Path) -> Artifact:
     try:
         content = read_file(path, _LIMITS)
     except FileRefused as error:
-        raise _refused(str(path), error) from error
+        raise _refused(str(path), error, kind) from error
     return from_json(content, source=str(path))
 
 
-def _refused(source: str, error: FileRefused) -> PlanFileError:
+def _refused(source: str, error: FileRefused, kind: str = "") -> PlanFileError:
     return PlanFileError(
         f"{source} cannot be read.",
         why=str(error),
-        next="check the path; `plimsoll plan TARGET --budget 70GiB --output plan.json` writes a plan",
+        next=f"check the path; `{_MADE_BY[kind]}` writes a {kind}"
+        if kind in _MADE_BY
+        else "check the path; plan, verify, estimate and the other commands write such a file with --output FILE",
     )
 
 
@@ -185,12 +193,14 @@ def of_kind(given: Kind | str | Path, kind: type[Kind]) -> Kind:
     Raises:
         PlanFileError: the file does not exist, or the artifact is of another kind.
     """
-    artifact = load_any(given) if isinstance(given, str | Path) else given
+    artifact = load_any(given, kind=kind.KIND) if isinstance(given, str | Path) else given
     if isinstance(artifact, kind):
         return artifact
     name = str(given) if isinstance(given, str | Path) else "The object"
     raise PlanFileError(
         f"{name} holds a {getattr(artifact, 'KIND', type(artifact).__name__)}, not a {kind.KIND}.",
         why=f"only a {kind.KIND} holds what is needed here",
-        next=f"give the file of a {kind.KIND}; `plimsoll show FILE` says what a file holds",
+        next=f"give the file of a {kind.KIND}"
+        + (f", which `{_MADE_BY[kind.KIND]}` writes" if kind.KIND in _MADE_BY else "")
+        + "; `plimsoll show FILE` says what a file holds",
     )

@@ -17,12 +17,13 @@ from plimsoll.artifacts.trace import Trace
 from plimsoll.errors import InvalidLayout, InvalidOption
 from plimsoll.estimator.budget import tensor_room
 from plimsoll.estimator.estimate_job import EstimateJob
-from plimsoll.estimator.layout_search import LayoutSearch, LayoutSpace, MakeJob
+from plimsoll.estimator.layout_search import LayoutSearch, MakeJob
+from plimsoll.estimator.layout_space import LayoutSpace
 from plimsoll.estimator.lowering import check_framework, lowering_notes
 from plimsoll.estimator.parallelism.context import with_context_parallel
 from plimsoll.estimator.parallelism.layouts import check_layout, read_layout
 from plimsoll.estimator.setting import AUTO, NOTHING, Setting
-from plimsoll.estimator.setting_checks import check_setting
+from plimsoll.estimator.setting_checks import check_auto, check_setting
 from plimsoll.estimator.targets.recipe import find_recipe
 from plimsoll.estimator.targets.target import Target
 from plimsoll.estimator.targets.tracing import TraceRequest, target_facts, trace_target
@@ -107,6 +108,8 @@ def estimate(
     )
     asked = find_device(device)
     space = LayoutSpace.read(layout)
+    if space is None and export is None:
+        check_auto(strategy, budget)
     spread = read_layout(layout) if space is None else Layout()
     budget = AUTO if budget is None and (space is not None or export is not None) else budget
     setting = Setting(

@@ -21,99 +21,14 @@ from plimsoll.artifacts.job import Layout, ModelFacts
 from plimsoll.artifacts.progress import Progress, silent
 from plimsoll.errors import InvalidLayout, PlimsollError
 from plimsoll.estimator.estimate_job import EstimateJob
-from plimsoll.estimator.parallelism.layouts import check_layout, layout_entries, read_layout
+from plimsoll.estimator.layout_space import LayoutSpace
 from plimsoll.estimator.setting import AUTO, EVERYTHING, NOTHING
 
-_OPEN = ("ranks", "samples")
-_LARGEST_TP = 8
 _LARGEST_BATCH = 64
 _DOUBLED = 2
 """The number of fastest layouts that are also tried with twice the micro-batch."""
 _SHOWN = 8
 MakeJob = Callable[[Layout, int], EstimateJob]
-
-
-@dataclass(frozen=True, slots=True)
-class LayoutSpace:
-    """The layouts to search, as data: all that use ``ranks`` ranks and run ``samples`` samples per step.
-
-    ``given`` maps the entries that the user fixed to their values.
-    """
-
-    ranks: int
-    samples: int
-    given: dict[str, str]
-
-    @staticmethod
-    def read(text: str | Layout) -> LayoutSpace | None:
-        """Parse the space of layouts that a text describes. Return ``None`` if the text names a single layout.
-
-        Raises:
-            InvalidLayout: only one of ``ranks`` and ``samples`` is given, or a value is not a positive number.
-
-        Example:
-            >>> LayoutSpace.read("ranks=64, samples=512, tp=8").given
-            {'tp': '8'}
-        """
-        given = {} if isinstance(text, Layout) else dict(layout_entries(text, also=_OPEN))
-        found = {key: given.pop(key) for key in _OPEN if key in given}
-        if not found:
-            return None
-        if len(found) < len(_OPEN) or not all(value.isdecimal() and int(value) for value in found.values()):
-            raise InvalidLayout(
-                f"{text!r} does not define a search over layouts.",
-                why="layouts are compared by the seconds of one step, so ranks= and samples= must both be positive numbers",
-                next='write "ranks=64,samples=512", followed by the degrees that you want to fix',
-            )
-        return LayoutSpace(int(found["ranks"]), int(found["samples"]), given)
-
-    def layouts(self, batch: int, facts: ModelFacts) -> Iterator[Layout]:
-        """Yield each layout of the space that the model's sizes allow, if a micro-batch has ``batch`` samples."""
-        cp = int(self.given.get("cp", "1"))
-        for tp in self._degrees("tp", self.ranks, most=_LARGEST_TP):
-            for pp in self._degrees("pp", self.ranks // tp):
-                dp, rest = divmod(self.ranks, tp * pp * cp)
-                if rest or dp * batch > self.samples or self.samples % (dp * batch):
-                    continue
-                for ep in self._degrees("ep", dp * cp if facts.experts else 1):
-                    for zero in [int(self.given["zero"])] if "zero" in self.given else _stages_of_zero(dp * cp, pp):
-                        degrees = {"tp": tp, "pp": pp, "dp": dp, "ep": ep, "zero": zero}
-                        found = self._layout(degrees, batch)
-                        if found is not None and _is_possible(found, facts):
-                            yield found
-
-    def _degrees(self, key: str, whole: int, most: int | None = None) -> list[int]:
-        if key in self.given:
-            return [int(self.given[key])]
-        return [degree for degree in range(1, min(whole, most or whole) + 1) if whole % degree == 0]
-
-    def _layout(self, degrees: dict[str, int], batch: int) -> Layout | None:
-        entries = {key: str(value) for key, value in degrees.items()} | self.given
-        entries.setdefault("micro-batches", str(self.samples // (degrees["dp"] * batch)))
-        words = [f"{key}={value}" if value else key for key, value in entries.items()]
-        words += ["sp"] if degrees["tp"] > 1 and "sp" not in entries else []
-        try:
-            found = read_layout(",".join(words))
-        except InvalidLayout:  # for example a schedule without a pipeline, or stages of another number
-            return None
-        is_asked = found.ranks == self.ranks and found.dp * found.micro_batches * batch == self.samples
-        return found if is_asked else None
-
-
-def _stages_of_zero(shards: int, pp: int) -> list[int]:
-    """Return the stages of ZeRO (how much is sharded: 0 to 3) to try.
-
-    With a pipeline, stage 3 is left out: every micro-batch would gather parameters again.
-    """
-    return [0] if shards == 1 else [1] if pp > 1 else [1, 3]
-
-
-def _is_possible(layout: Layout, facts: ModelFacts) -> bool:
-    try:
-        check_layout(layout, facts)
-    except InvalidLayout:
-        return False
-    return True
 
 
 @dataclass(slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from plimsoll.artifacts.job import Precision
 from plimsoll.errors import InvalidLayout, InvalidOption, InvalidStrategy
 from plimsoll.estimator.parallelism.rank import PARTLY_SHARDED
-from plimsoll.estimator.setting import Setting, optimizer_of
+from plimsoll.estimator.setting import AUTO, Setting, optimizer_of
 from plimsoll.planning.costing.host import host_link
 from plimsoll.planning.costing.links import Collective, collective_seconds
 from plimsoll.planning.strategies import codecs_of_strategy
@@ -42,6 +42,20 @@ def check_setting(setting: Setting) -> None:
         host_link(setting.device)
     if setting.layout.ranks > 1:  # raises for a device without links
         collective_seconds(Collective.ALL_REDUCE, 1, setting.layout.ranks, setting.device)
+
+
+def check_auto(strategy: str | None, budget: int | str | None) -> None:
+    """Refuse ``auto`` without a budget: it would keep everything, and the user expects that something is planned.
+
+    Raises:
+        InvalidOption: names both options.
+    """
+    if strategy == AUTO and budget is None:
+        raise InvalidOption(
+            "strategy='auto' needs a budget.",
+            why="auto is the fastest plan within a budget, and without a limit it would keep everything, as none does",
+            next="pass budget='auto' for the device's memory, or bytes such as budget='60GiB'",
+        )
 
 
 def _check_techniques(setting: Setting) -> None:

@@ -43,7 +43,7 @@ def check_plan(plan: object, framework: str, subject: str) -> None:
     """
     if not isinstance(plan, Plan):
         raise InvalidOption(
-            f"plan= is a {type(plan).__name__}, which is not a Plan.",
+            f"plan= has the type {type(plan).__name__}, which is not a Plan.",
             why="a plan object is needed here, not the path of a file",
             next="pass the plan that plan(...) returned, or load a saved plan with plimsoll.artifacts.store.load_plan",
         )

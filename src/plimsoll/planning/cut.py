@@ -34,8 +34,6 @@ from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
-from scipy.sparse import csr_array
-from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
 from plimsoll.planning.choice import Choice, Packed
 from plimsoll.planning.step import RegionView
@@ -181,6 +179,9 @@ class Network:
             A table that says, for each row of capacities, which nodes are on the source side of the cut; and an array with
             the value of each cut.
         """
+        from scipy.sparse import csr_array  # here, so that checks of options do not wait for scipy
+        from scipy.sparse.csgraph import breadth_first_order, maximum_flow
+
         rows, columns, edges = self._places
         copies, width = len(capacities), len(rows)
         source, sink = copies * self.nodes, copies * self.nodes + 1

@@ -11,6 +11,7 @@ import copy
 import dataclasses
 import difflib
 import fnmatch
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -74,6 +75,35 @@ def parse_override(text: str) -> Override:
             next="write, for example, 'layers.*.mlp::silu=compress:int8'",
         )
     return Override(pattern.strip(), decision, form.strip())
+
+
+def refuse_unknown_modules(overrides: Sequence[Override], modules: Sequence[str]) -> None:
+    """Refuse overrides that name a module which the model does not have, before the model is traced.
+
+    Only the part of a pattern before its first wildcard is compared, so a pattern that passes may still match nothing.
+
+    Args:
+        overrides: the user's overrides.
+        modules: the paths of all modules of the model, such as ``model.layers.0.mlp``.
+
+    Raises:
+        InvalidStrategy: names the pattern and the closest modules.
+    """
+    for override in overrides:
+        front = _UNTIL_WILDCARD.match(override.pattern.partition("::")[0])
+        start = front[0] if front is not None else ""
+        if "." in start and not any(
+            f".{start}" in f".{module}::" or f".{start}" in f".{module}." for module in modules
+        ):
+            close = difflib.get_close_matches(start.rstrip("."), modules, n=3, cutoff=0.2)
+            raise InvalidStrategy(
+                f"override {override.pattern!r} does not match any module of the model.",
+                why=f"no module has {start!r} in its path",
+                next=f"closest: {', '.join(close)}" if close else "print(model) shows the modules",
+            )
+
+
+_UNTIL_WILDCARD = re.compile(r"[^*?\[]*")
 
 
 def pin_values(index: StepIndex, overrides: Sequence[Override]) -> StepIndex:

@@ -376,6 +376,12 @@ def check_strategy(strategy: str) -> None:
             why=f"a strategy is a str of at most {_MOST_LETTERS:,} characters",
             next="write full, every:2 or selective:mm,sdpa",
         )
+    if is_torchs_own(strategy):
+        raise InvalidStrategy(
+            f"{strategy!r} is a strategy of torch.compile, not of Plimsoll.",
+            why="torch itself carries it out when it compiles the model, so only compare accepts it, for a compiled model",
+            next=f"run plimsoll compare TARGET --compile whole --strategy {strategy}",
+        )
     name, colon, argument = strategy.partition(":")
     if name not in STRATEGIES or bool(colon) != (name in _WITH_ARGUMENT):
         known = ["auto", "every:2", "first:2", "fp8", "full", "hybrid:10,6", "input-only", "int4", "int8", "min-cut", "none",

@@ -17,7 +17,6 @@ lap is the median over the faster half of the steps.
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -32,6 +31,7 @@ from plimsoll.artifacts.costs import Costs, CostSource, OpCost
 from plimsoll.artifacts.decision import Decision, Status
 from plimsoll.artifacts.plan import Peak, Plan, RegionPlan, ValueDecision
 from plimsoll.artifacts.trace import OpSpec, Trace
+from plimsoll.planning.costing.host import host_memory_bytes
 from plimsoll.session.manage import manage
 
 _COMPUTE_BOUND_FLOPS_PER_BYTE = 8.0
@@ -185,9 +185,7 @@ def device_memory_bytes(device: str) -> int | None:
     kind = device.partition(":")[0]
     if kind == "cuda" and torch.cuda.is_available():
         return int(torch.cuda.get_device_properties(torch.device(device)).total_memory)
-    if kind == "cpu" and "SC_PHYS_PAGES" in os.sysconf_names:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return None
+    return host_memory_bytes() if kind == "cpu" else None
 
 
 def _is_compute_bound(spec: OpSpec) -> bool:

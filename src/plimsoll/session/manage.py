@@ -71,7 +71,7 @@ def check_plan(plan: object) -> None:
     """Refuse an object that is not a plan, such as a path."""
     if not isinstance(plan, Plan):
         raise PlanNotUsable(
-            f"plan= is a {type(plan).__name__}, not a Plan.",
+            f"plan= has the type {type(plan).__name__}, not a Plan.",
             why="a plan is made by plimsoll.plan(...), or read from a file by plimsoll.load(path)",
             next="plimsoll.load(path)" if isinstance(plan, str) else "plan = plimsoll.plan(model, batch, budget=...)",
         )

@@ -328,7 +328,7 @@ def check_text(name: str, given: object) -> None:
     if not isinstance(given, str):
         raise InvalidOption(
             f"{name}= must be text, not {reprlib.repr(given)}.",
-            why=f"the value is a {type(given).__name__}",
+            why=f"its type is {type(given).__name__}",
             next=f"pass {name}= as on the command line, or leave it out",
         )
 

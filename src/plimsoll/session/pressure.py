@@ -112,7 +112,7 @@ def check_room(room: object, *, follows: bool, ranks: int) -> None:
         return
     is_odd = not callable(room)
     raise InvalidOption(
-        f"room= is a {type(room).__name__}, not a function."
+        f"room= has the type {type(room).__name__}, not a function."
         if is_odd
         else f"room= is given on {ranks} ranks that share one plan.",
         why="it is called before every training step, and returns the bytes that the step may use"

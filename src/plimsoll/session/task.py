@@ -158,7 +158,7 @@ def check_module(model: object) -> nn.Module:
     warn_if_untried()
     if not isinstance(model, nn.Module):
         raise InvalidModel(
-            f"model= is a {type(model).__name__}, not a torch.nn.Module.",
+            f"model= has the type {type(model).__name__}, not a torch.nn.Module.",
             why="Plimsoll manages the regions of a torch.nn.Module",
             next="pass the module that is trained",
         )
@@ -178,7 +178,7 @@ def check_model(model: object, optimizer: object = None) -> None:
         )
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         raise InvalidModel(
-            f"optimizer= is a {type(optimizer).__name__}, not a torch.optim.Optimizer.",
+            f"optimizer= has the type {type(optimizer).__name__}, not a torch.optim.Optimizer.",
             why="the optimizer's step is run to find its state and its memory",
             next="pass the optimizer itself, or leave it out to plan for forward, backward and gradients only",
         )
@@ -224,7 +224,7 @@ def explained_loss(loss: object) -> Loss | None:
         return None
     if not callable(loss):
         raise InvalidLoss(
-            f"loss= is a {type(loss).__name__}, which cannot be called.",
+            f"loss= has the type {type(loss).__name__}, which cannot be called.",
             why="it is called with the model's output, and must return one number",
             next="pass loss=lambda output: ..., or leave it out if the model's output contains the loss",
         )

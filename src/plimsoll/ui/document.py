@@ -55,6 +55,14 @@ class Paragraph:
 
 
 @dataclass(frozen=True, slots=True)
+class ShellCommand:
+    """A document element: one command that the reader can paste into a shell."""
+
+    kind: ClassVar[str] = "command"
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class NamedFigures:
     """A document element: a list of figures, each as a pair of its name and its text."""
 
@@ -230,7 +238,7 @@ class BytesChart:
 
 
 Chart = MemoryChart | DecisionMap | FrontierChart | CurvesChart | NormsChart | PartsChart | BytesChart
-Element = Paragraph | NamedFigures | Table | Checks | Fold | Chart
+Element = Paragraph | ShellCommand | NamedFigures | Table | Checks | Fold | Chart
 
 
 @dataclass(frozen=True, slots=True)

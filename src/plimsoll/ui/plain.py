@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from plimsoll.ui.document import Checks, Document, Element, Fold, NamedFigures, Paragraph, Table, opened
+from plimsoll.ui.document import Checks, Document, Element, Fold, NamedFigures, Paragraph, ShellCommand, Table, opened
 
 _INDENT = "  "
 
@@ -51,7 +51,7 @@ def _lines(elements: Sequence[Element], *, with_details: bool) -> Iterator[str]:
         title, body = _block(element, with_details=with_details)
         if not body:
             continue
-        if not is_first and not isinstance(element, Paragraph):
+        if not is_first and not isinstance(element, Paragraph | ShellCommand):
             yield ""
         is_first = False
         yield from [title, *_indented(body)] if title else body
@@ -63,7 +63,7 @@ def _block(element: Element, *, with_details: bool) -> tuple[str, list[str]]:
     For a chart, both are empty, because plain text does not show charts.
     """
     match element:
-        case Paragraph():
+        case Paragraph() | ShellCommand():
             return "", [element.text]
         case NamedFigures():
             return "", align(element.rows)

@@ -23,6 +23,7 @@ from plimsoll.ui.document import (
     MemoryChart,
     NamedFigures,
     Paragraph,
+    ShellCommand,
     Table,
     Tone,
     opened,
@@ -179,7 +180,9 @@ def render_document(document: Document, *, with_details: bool = False) -> Render
     for section in document.sections:
         body = render_elements(section.elements, with_details=with_details)
         if body:
-            parts += [Text(f"\n{section.title}", style="bold"), _indented(Group(*body))]
+            # Indentation pads lines with spaces, and a space after a backslash would end a command: see `_ShellLines`.
+            shown = (part if isinstance(part, _ShellLines) else _indented(part) for part in body)
+            parts += [Text(f"\n{section.title}", style="bold"), *shown]
     parts += [Text(f"\nNote: {note}") for note in document.notes]
     return Group(*parts)
 
@@ -194,7 +197,7 @@ def render_elements(elements: Sequence[Element], *, with_details: bool = False) 
         body = _render(element)
         if body is None:
             continue
-        if parts and not isinstance(element, Paragraph):
+        if parts and not isinstance(element, Paragraph | ShellCommand):
             parts.append(Text())
         title = element.title if isinstance(element, Table | Checks | Fold) else ""
         parts += [Text(title, style="underline"), body] if title else [body]
@@ -205,6 +208,8 @@ def _render(element: Element) -> RenderableType | None:
     match element:
         case Paragraph():
             return Text(element.text)
+        case ShellCommand():
+            return _ShellLines(element.text)
         case NamedFigures():
             grid = Grid.grid(padding=(0, 2))
             grid.add_column(style="dim", no_wrap=True)
@@ -222,6 +227,25 @@ def _render(element: Element) -> RenderableType | None:
             return MemoryTimeline(element)
         case _:
             return None
+
+
+@dataclass(frozen=True, slots=True)
+class _ShellLines:
+    """A command for ``rich``, with its own indentation. A line that is too long ends with a backslash, for pasting."""
+
+    text: str
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        lines, room = ["  "], options.max_width - len(" \\")
+        for word in self.text.split(" "):
+            joined = f"{lines[-1]} {word}" if lines[-1].strip() else f"{lines[-1]}{word}"
+            if len(joined) > room and lines[-1].strip():
+                lines[-1] += " \\"
+                lines.append(f"      {word}")
+            else:
+                lines[-1] = joined
+        for line in lines:
+            yield Text(line, style="bold", no_wrap=True, overflow="ignore")
 
 
 @dataclass(frozen=True, slots=True)

@@ -112,7 +112,7 @@ def test_rotary_positions_have_no_end():
     [
         ("llama-3-80b", "is not a target", "llama-3-8b"),
         ("mixtral", "is not a target", "mixtral-tiny"),
-        ("Qwen3-8B", "is not a target", "qwen3-8b"),
+        ("Qwen3-9B", "is not a target", "qwen3-8b"),
         ({"model_type": "lama"}, "model_type 'lama'", "llama"),
         ({"model_type": "llama", "architectures": ["LlamaForCasualLM"]}, "'LlamaForCasualLM'", "LlamaForCausalLM"),
         ({"_class_name": "UNet2DConditionalModel"}, "diffusers class UNet2DConditionalModel", "UNet2DConditionModel"),
@@ -273,3 +273,23 @@ def test_building_leaves_the_random_state_alone():
     before = torch.get_rng_state()
     load_target("vit-tiny", TargetOptions(batch=1))
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize(
+    ("typed", "name"),
+    [
+        ("Qwen/Qwen2.5-7B-Instruct", "qwen2.5-7b"),
+        ("meta-llama/Meta-Llama-3-8B", "llama-3-8b"),
+        ("Llama-3.2-1B", "llama-3.2-1b"),
+        ("mistralai/Mistral-7B-v0.3", "mistral-7b"),
+        ("meta-llama/Llama-2-7b-hf", "llama-2-7b"),
+    ],
+)
+def test_a_name_of_the_hub_is_a_model_of_the_catalogue(typed: str, name: str):
+    assert find_recipe(typed).name == name
+
+
+@pytest.mark.parametrize("typed", ["mistralai/Mistral-7B-v0.1", "someone/qwen9-7b", "a/b/qwen2.5-7b"])
+def test_a_name_of_the_hub_with_other_sizes_is_refused(typed: str):
+    with pytest.raises(InvalidTarget):
+        find_recipe(typed)

@@ -149,8 +149,10 @@ def _checked(run: RunFigures) -> RunFigures:
             raise ValueError(f"its {name} is {value:g}, but a measured figure must be above 0")
     sizes = {"allocated": run.allocated, "reserved": run.reserved, "device": run.device} | run.items
     for name, size in sizes.items():
+        if size is None:
+            continue
         try:
-            parse_bytes(1 if size is None else size)
+            parse_bytes(size)
         except PlimsollError as error:
             raise ValueError(f"its {name} is {size!r}, which is not a size such as 31.2GiB") from error
     return run

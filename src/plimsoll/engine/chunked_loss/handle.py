@@ -214,7 +214,7 @@ class _ChunkedHead:
         weight = self._head.weight
         if type(weight) is not nn.Parameter and type(weight) is not torch.Tensor:
             raise InvalidModel(
-                f"The head's weight is a {type(weight).__name__} when the loss is computed.",
+                f"The head's weight has the type {type(weight).__name__} when the loss is computed.",
                 why="the loss needs the whole weight on this device, but a sharded weight is gathered only while the head runs",
                 next="leave the head in the root group of fully_shard, or remove chunk_loss",
             )
@@ -389,7 +389,7 @@ def _head_of(model: Any) -> nn.Linear:
     head = model.get_output_embeddings()
     if type(head) is not nn.Linear:
         raise _no_causal_model(
-            model, f"its head is a {type(head).__name__}, but chunk_loss supports only a plain nn.Linear"
+            model, f"its head has the type {type(head).__name__}, but chunk_loss supports only a plain nn.Linear"
         )
     if "forward" in head.__dict__:
         raise _no_causal_model(model, "other code has replaced the forward method of its head")

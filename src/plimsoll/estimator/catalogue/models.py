@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
-_FAMILIES = ("llama", "mixtures", "gpt", "encoders", "vision")
+_FAMILIES = ("llama", "qwen2", "mixtures", "gpt", "encoders", "vision")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -84,6 +84,7 @@ def fit(
     regions: Sequence[str] | None = None,
     device_profile: str | None = None,
     layout: str,
+    techniques: str = "",
     progress: Progress | None = None,
 ) -> Estimate: ...
 
@@ -102,6 +103,7 @@ def fit(
     regions: Sequence[str] | None = None,
     device_profile: str | None = None,
     layout: str = "",
+    techniques: str = "",
     most_solves: int = MOST_SOLVES,
     progress: Progress | None = None,
 ) -> Fit | Estimate:
@@ -129,6 +131,7 @@ def fit(
         device_profile: plan for a device from the catalogue that is not in this machine.
         layout: for several devices: ``"ranks=64"``, plus any degrees that are fixed (``"ranks=64,tp=8,sp"``). Layout,
             micro-batch and plans are chosen together, for ``global_batch`` examples per step; needs a ``device_profile``.
+        techniques: with ``layout``, other things that the run does, as for ``plimsoll.estimate``: ``"lora=16,loss=fused"``.
         most_solves: the largest number of plans that may be solved, over all sequences together.
         progress: a function that is called with the name of the current stage and the share of the work that is done.
 
@@ -155,8 +158,16 @@ def fit(
     report = progress or silent
     started = time.monotonic()
     check_text("layout", layout)
+    check_text("techniques", techniques)
+    if techniques and not layout:
+        raise InvalidOption(
+            f"techniques={techniques!r} needs layout=.",
+            why="techniques are estimated, and without a layout the step itself is traced",
+            next='add layout="ranks=1" for one device, with global_batch= and device_profile=',
+        )
     if layout or isinstance(optimizer, str):
-        searched = _LayoutFit(layout, budget, global_batch, device_profile, "adamw" if optimizer is None else optimizer)
+        named = "adamw" if optimizer is None else optimizer
+        searched = _LayoutFit(layout, budget, global_batch, device_profile, named, techniques)
         searched.check(accumulation, regions)
         return searched.run(model, batch, _sequences(sequences), report)
     if isinstance(model, str):
@@ -197,6 +208,7 @@ class _LayoutFit(NamedTuple):
     global_batch: int | None
     device: str | None
     optimizer: object
+    techniques: str = ""
 
     def check(self, accumulation: int, regions: Sequence[str] | None) -> None:
         """Refuse options without effect on layouts, and an optimizer that is given by name without a layout."""
@@ -235,6 +247,7 @@ class _LayoutFit(NamedTuple):
                 optimizer=self.optimizer,
                 layout=",".join([*words, f"samples={self.global_batch}"]),
                 budget=self.budget,
+                techniques=self.techniques,
                 progress=report,
             )
             for sequence in sequences or (None,)

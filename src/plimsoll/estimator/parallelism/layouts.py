@@ -117,7 +117,7 @@ def layout_entries(text: str, also: tuple[str, ...] = ()) -> Iterator[tuple[str,
         if not key and not value and not text.strip():
             return
         if key not in (*_KEYS, *also):
-            raise _unknown_key(key)
+            raise _unknown_key(key, (*_KEYS, *also))
         if key in seen:
             raise InvalidLayout(
                 f"{key} occurs twice in {text!r}.", why="it can have only one value", next=f"write {key} once"
@@ -126,12 +126,12 @@ def layout_entries(text: str, also: tuple[str, ...] = ()) -> Iterator[tuple[str,
         yield key, value
 
 
-def _unknown_key(key: str) -> InvalidLayout:
+def _unknown_key(key: str, known: tuple[str, ...]) -> InvalidLayout:
     meant = _SPELLINGS.get(key.lower())
-    close = [meant] if meant else difflib.get_close_matches(key.lower(), _KEYS, n=3, cutoff=0.5)
+    close = [meant] if meant else difflib.get_close_matches(key.lower(), known, n=3, cutoff=0.5)
     return InvalidLayout(
         f"The layout contains {key!r}, which is not known." if key else "The layout contains an empty entry.",
-        why=f"the entries of a layout are {', '.join(_KEYS)}",
+        why=f"the entries of a layout are {', '.join(known)}",
         next=f"try {' or '.join(close)}" if close else 'write for example "dp=8,tp=2,sp,zero=3"',
     )
 

@@ -34,6 +34,8 @@ Other implementations are downloaded as kernels.
 """
 _COUNT = re.compile(r"^(n|num|number)_.*(layers?|blocks?|stages?)$|^(depths?|n_layer)$|(?<!window)_layers$")
 _MOST_LAYERS = 4096
+_VARIANT = re.compile(r"(-(instruct|chat|base|it|hf|v0\.3))+$")
+"""Words at the end of a model's name for weights of the same sizes."""
 _DIFFUSERS_CLASS = "_class_name"
 _OWN_NAMES = ("timm", "diffusers")
 """The libraries whose own model names can be targets."""
@@ -68,10 +70,12 @@ def find_recipe(text: str) -> Recipe | None:
         32
     """
     catalogue = known_models()
-    if text in catalogue:
-        return _from_catalogue(catalogue[text])
     path = Path(text)
-    if path.suffix == ".json" or os.path.isdir(text):  # false of a name that is too long
+    is_folder = os.path.isdir(text)  # false of a name that is too long
+    known = text if text in catalogue else "" if is_folder else _catalogue_name(text)
+    if known in catalogue:
+        return _from_catalogue(catalogue[known])
+    if path.suffix == ".json" or is_folder:
         return _from_file(path / "config.json" if os.path.isdir(text) else path)
     library, slash, own_name = text.partition("/")
     if slash and library in _OWN_NAMES:
@@ -88,6 +92,20 @@ def find_recipe(text: str) -> Recipe | None:
         if slash
         else f"the catalogue has {', '.join(catalogue)}",
     )
+
+
+def _catalogue_name(text: str) -> str:
+    """Return the catalogue's name for a model of the Hugging Face Hub: without its owner, and without the words for variants
+    that have the same sizes.
+
+    Example:
+        >>> _catalogue_name("Qwen/Qwen2.5-7B-Instruct"), _catalogue_name("meta-llama/Meta-Llama-3-8B")
+        ('qwen2.5-7b', 'llama-3-8b')
+    """
+    owner, slash, name = text.rpartition("/")
+    if owner in _OWN_NAMES or "/" in owner or (slash and not owner):
+        return text
+    return _VARIANT.sub("", name.lower()).removeprefix("meta-")
 
 
 def _from_library(library: str, own_name: str) -> Recipe:

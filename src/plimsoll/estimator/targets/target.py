@@ -27,7 +27,8 @@ class TargetOptions:
     """Options for building a target from a configuration. A target that is a function decides these itself.
 
     With ``is_meta`` the model is on the meta device: enough to plan for a device that is not here. ``precision`` is ``None``
-    for the configuration's own dtypes.
+    for the configuration's own dtypes. ``check`` receives the model on the meta device, before memory is allocated for it;
+    it raises if the model is too large.
     """
 
     batch: int | None = None
@@ -35,6 +36,7 @@ class TargetOptions:
     device: str = _HERE
     is_meta: bool = False
     precision: Precision | None = None
+    check: Callable[[torch.nn.Module], None] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,12 +83,12 @@ def load_target(text: str, options: TargetOptions) -> Target:
     """
     recipe = find_recipe(text)
     if recipe is None:
-        _refuse_sizes(text, options)
+        refuse_sizes(text, options)
         return _load_function(text, options.precision)
     return build(recipe, options)
 
 
-def _refuse_sizes(text: str, options: TargetOptions) -> None:
+def refuse_sizes(text: str, options: TargetOptions) -> None:
     """Raise if options are given that a target function would ignore, because it chooses its own batch and device."""
     ignored = [
         name
@@ -206,14 +208,16 @@ def build(recipe: Recipe, options: TargetOptions) -> Target:
         _refuse_absent(options.device)
     dtype = None if options.precision is None else getattr(torch, options.precision.parameter_dtype)
     make = BUILDERS[recipe.library]
-    if not options.is_meta:
-        with torch.device("meta"):
-            bare = make(recipe, dtype)
-        needed = sum(parameter.nbytes for parameter in bare.parameters())
-        refuse_too_large(f"The parameters of {type(bare).__name__}", needed, options.device)
-    with torch.random.fork_rng(devices=[]), torch.device("meta" if options.is_meta else options.device):
-        torch.manual_seed(_SEED)
+    with torch.random.fork_rng(devices=[]), torch.device("meta"):
         model = make(recipe, dtype)
+    if options.check is not None:
+        options.check(model)
+    if not options.is_meta:
+        needed = sum(parameter.nbytes for parameter in model.parameters())
+        refuse_too_large(f"The parameters of {type(model).__name__}", needed, options.device)
+        with torch.random.fork_rng(devices=[]), torch.device(options.device):
+            torch.manual_seed(_SEED)
+            model = make(recipe, dtype)
     size = BatchSize(
         samples=options.batch or recipe.batch,
         sequence=options.sequence or recipe.sequence,

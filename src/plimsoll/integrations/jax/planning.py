@@ -67,7 +67,7 @@ class Searched:
     ) -> None:
         if not callable(function):
             raise InvalidOption(
-                f"The first argument is a {type(function).__name__}, which is not a function.",
+                f"The first argument has the type {type(function).__name__}, which is not a function.",
                 why="plans are made for functions of arrays",
                 next="pass the loss function first, then its arguments",
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 from plimsoll.artifacts.decision import Decision
@@ -20,6 +21,13 @@ HOST_LINK_SHARE = 0.8
 _HOST_STEP_BYTES_PER_SECOND = 56e9
 _LEAST_SENT_BYTES = MIB
 """Values with fewer bytes than this are not offloaded, because they are not worth a transfer."""
+
+
+def host_memory_bytes() -> int | None:
+    """Return the memory of this machine in bytes, or ``None`` if the operating system does not say it."""
+    if "SC_PHYS_PAGES" not in os.sysconf_names:
+        return None
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def host_link(device: Device) -> LinkCost:

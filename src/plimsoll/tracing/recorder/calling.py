@@ -37,7 +37,7 @@ def split_batch(batch: Any) -> Call:
     if isinstance(batch, Mapping):
         return (), {str(name): value for name, value in batch.items()}
     raise InvalidBatch(
-        f"The batch is a {type(batch).__name__}, which cannot be passed to the model.",
+        f"The batch has the type {type(batch).__name__}, which cannot be passed to the model.",
         why="a tensor is passed as one argument, a tuple as positional arguments, a dict as keyword arguments",
         next="pass a tensor, a tuple or a dict",
     )
@@ -59,7 +59,7 @@ def check_context(context: object) -> None:
     """Raise ``InvalidOption`` if this is a context object instead of a function, because each step needs a new context."""
     if not callable(context):
         raise InvalidOption(
-            f"context= is a {type(context).__name__}, which cannot be called.",
+            f"context= has the type {type(context).__name__}, which cannot be called.",
             why="every step enters a new context, because many contexts cannot be entered twice",
             next="pass a function that makes the context, such as context=lambda: ..., or the class itself, such as "
             "context=torch.autograd.graph.save_on_cpu",

@@ -1,4 +1,4 @@
-"""The common parts of commands: groups of options, help in sections, and checks of the options before anything is loaded.
+"""The common parts of commands: groups of options, and help in sections.
 
 A section is the ``rich_help_panel`` of a command or an option. This module writes the sections, because Typer's own panels cut
 off words on a narrow terminal.
@@ -7,10 +7,9 @@ off words on a narrow terminal.
 from __future__ import annotations
 
 import inspect
-import math
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar, get_type_hints
 
@@ -18,7 +17,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from plimsoll.errors import InvalidOption
-from plimsoll.ui.cli import options, terminal
+from plimsoll.ui.cli import early, terminal
 
 R = TypeVar("R")
 _UsageError: Any = typer.BadParameter.__base__  # the class of all usage errors, which Typer does not name
@@ -155,7 +154,9 @@ def command(function: Callable[..., R], *, plans_if_asked: bool = False) -> Call
 
     def run(**typed: Any) -> R:
         with terminal.exit_codes(is_json=typed.get("json", False), speaks=os.environ.get("RANK", "0") == "0"):
-            _refuse_early(typed, plans_if_asked=plans_if_asked)
+            early.refuse_early(run.__name__, typed, plans_if_asked=plans_if_asked)
+            for line in early.notice(run.__name__, typed):
+                terminal.say_soon(line)
         grouped = {
             name: kind(**{field.name: typed.pop(field.name) for field in fields(kind) if field.name not in own})
             for name, kind in groups.items()
@@ -166,81 +167,3 @@ def command(function: Callable[..., R], *, plans_if_asked: bool = False) -> Call
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # read by inspect.signature
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return run
-
-
-_LARGEST = 2**63 - 1
-_FILES = ("output", "save_plan", "revised_plan", "timeline", "export_sac", "save_device")
-_FOLDERS = ("plans", "run", "keep_traces")
-"""The options that name a file (``_FILES``) or a folder (``_FOLDERS``) to write to."""
-
-
-def _refuse_early(typed: Mapping[str, Any], *, plans_if_asked: bool) -> None:
-    """Check the options that do not depend on the model, before the model is loaded: numbers, files, target, planning options.
-
-    ``typed`` maps the names of options to their values. ``plans_if_asked``: the command makes a plan only if options ask for
-    one.
-
-    Raises:
-        PlimsollError: the same error that the public function would raise later.
-    """
-    _refuse_numbers(typed)
-    _refuse_files(typed)
-    if not {"budget", "strategy"} & typed.keys():
-        return
-    from plimsoll.planning.costing.devices import find_device
-    from plimsoll.planning.strategies import is_torchs_own
-    from plimsoll.session.options import Budget, PlanOptions, read_error
-
-    asked = "auto" if typed.get("strategy") in (None, []) else typed["strategy"]
-    # compare --compile takes several strategies, and some of them may be torch's own, which PlanOptions would refuse.
-    strategies = (
-        [asked] if isinstance(asked, str) else [s for s in asked if not (typed["compiled"] and is_torchs_own(s))]
-    )
-    budget, device = Budget.read(typed.get("budget")), typed.get("device_profile")
-    limits = options.limits(typed)
-    is_asked = typed.get("budget") or asked != "auto" or typed.get("override")
-    if typed.get("plan") is not None or (plans_if_asked and not is_asked):
-        read_error(limits.pop("max_error"))  # it is about the measured gradient then, and no codec need be allowed
-    PlanOptions.read(strategies=strategies, device_profile=device, **limits)
-    if device is not None:
-        budget.bytes_of(device, find_device(device).memory_bytes)
-
-
-def _refuse_numbers(typed: Mapping[str, Any]) -> None:
-    for name, value in ((n, each) for n, v in typed.items() for each in (v if isinstance(v, list) else [v])):
-        option = f"--{name.replace('_', '-')}"
-        if isinstance(value, int) and abs(value) > _LARGEST:
-            raise InvalidOption(
-                f"{option} has {len(str(abs(value)))} digits.",
-                why="the largest whole number that an option accepts is 2**63 - 1",
-                next="give a smaller number, or leave the option out",
-            )
-        if isinstance(value, float) and not math.isfinite(value):
-            raise InvalidOption(
-                f"{option} is {value}.",
-                why="the option needs a finite number",
-                next="give a finite number, or leave the option out",
-            )
-
-
-def _refuse_files(typed: Mapping[str, Any]) -> None:
-    """Check that output files can be written, and that the target and the saved plan can be read.
-
-    A plan that can be read only once, such as a pipe, is not read here. Under torchrun, nothing is read here: there, the ranks
-    compare their errors later.
-    """
-    from plimsoll.artifacts.files import check_folder, check_place, is_read_once
-
-    for names, check in ((_FILES, check_place), (_FOLDERS, check_folder)):
-        for place in (typed[name] for name in names if typed.get(name) is not None):
-            check(place)
-    if "RANK" in os.environ:
-        return
-    if "target" in typed:
-        from plimsoll.estimator.targets.recipe import check_target
-
-        check_target(typed["target"])
-    if typed.get("plan") is not None and not is_read_once(typed["plan"]):
-        from plimsoll.artifacts.store import load_plan
-
-        load_plan(typed["plan"])

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from plimsoll.errors import InvalidTrace
+from plimsoll.errors import InvalidOption, InvalidTrace
 from plimsoll.estimator.targets.recipe import check_target
 from plimsoll.ui.cli import commands, options, ranks, terminal
 
@@ -46,7 +46,7 @@ def diagnose(
     asked: options.Planning,
     compiled: options.CompileOption = None,
     building: options.Building,
-    steps: options.StepsOption = 5,
+    steps: options.StepsOption = 3,
     keep_traces: KeepOption = None,
     to: options.Output,
 ) -> None:
@@ -59,6 +59,7 @@ def diagnose(
             _refuse_single_trace(subject)
             options.refuse_beside_plan(context)
             check_target(subject)
+            _refuse_without_plan(subject, plan, asked)
         import plimsoll
         from plimsoll.ui.cli import work
 
@@ -68,7 +69,7 @@ def diagnose(
                 finding = plimsoll.diagnose(subject, trace, progress=report)
         else:
             saved = work.load_saved(plan)
-            loaded = work.load(subject, building, compiled=compiled)
+            loaded = work.load(subject, building, compiled=compiled, **asked.bounds())
             used = saved or work.make_plan(loaded, asked)
             with terminal.show_progress() as report:
                 finding = plimsoll.diagnose(
@@ -91,6 +92,16 @@ def _refuse_ignored(context: typer.Context) -> None:
             f"{' and '.join(ignored)} would have no effect on two traces.",
             why="the traces already contain the profiled steps, and nothing is run again",
             next="leave these options out, or profile a target: plimsoll diagnose TARGET --plan plan.json",
+        )
+
+
+def _refuse_without_plan(subject: str, plan: Path | None, asked: options.Planning) -> None:
+    """Raise an error if no option changes the step, because the overhead to explain would be zero."""
+    if plan is None and asked.budget is None and asked.strategy == "auto" and not asked.override:
+        raise InvalidOption(
+            "diagnose was given nothing to diagnose.",
+            why="without a plan, a budget or a strategy every activation is kept, and there is no extra time to explain",
+            next=f"name one: plimsoll diagnose {subject} --strategy full, or --budget 8GiB, or --plan plan.json",
         )
 
 

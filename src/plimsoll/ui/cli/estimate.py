@@ -5,13 +5,20 @@
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from plimsoll.artifacts.estimate import Estimate
+import typer
+
+from plimsoll.artifacts.estimate import Estimate, FittingChange
 from plimsoll.artifacts.files import make_folder
+from plimsoll.artifacts.progress import Progress, silent
 from plimsoll.errors import InvalidOption
 from plimsoll.ui.cli import commands, options, ranks, terminal
+from plimsoll.ui.cli.devices import read_price, split_devices
+from plimsoll.ui.cli.launch import Launcher, launch_script
 
 if TYPE_CHECKING:
     from plimsoll.analysis.diagnose.measured_run import RunFigures
@@ -19,8 +26,33 @@ if TYPE_CHECKING:
 DeviceNameOption = Annotated[
     str,
     options.of_target(
-        "--device", "-d", metavar="NAME", help="Device from the catalogue: H100-SXM, A100-80GB, laptop-CPU …"
+        "--device",
+        "-d",
+        metavar="NAME",
+        help="Device from the catalogue: H100-SXM, A100-80GB, laptop-CPU … Several, with commas between them, are compared.",
     ),
+]
+TokensOption = Annotated[
+    str | None,
+    options.of_result(
+        "--tokens", metavar="N", help="Tokens of the whole run, such as 10B: shows its hours and its price."
+    ),
+]
+PriceOption = Annotated[
+    str | None,
+    options.of_result(
+        "--price",
+        metavar="PRICE",
+        help="Price of one device for one hour: 2.5, or one for each device: H100-SXM=2.5,A100-80GB=1.5. Needs --tokens.",
+    ),
+]
+LaunchOption = Annotated[
+    Launcher | None,
+    options.of_result("--launch", help="Print the commands that start the ranks of this job."),
+]
+LoraOption = Annotated[
+    int | None,
+    options.of_target("--lora", min=1, metavar="RANK", help="Train low-rank adapters only, as --techniques lora=RANK."),
 ]
 PrecisionOption = Annotated[
     str | None,
@@ -113,7 +145,12 @@ FitBudgetOption = Annotated[
 ]
 SequencesOption = Annotated[
     list[int] | None,
-    options.of_target("--seq", min=1, metavar="N", help="Tokens per example. Repeat it to try several."),
+    options.of_target(
+        "--seq",
+        parser=options.parse_sequence,
+        metavar="N",
+        help="Tokens per example, such as 4096 or 32k. Repeat it to try several.",
+    ),
 ]
 GlobalBatchOption = Annotated[
     int | None,
@@ -132,6 +169,15 @@ PlanOutputOption = Annotated[
     Path | None,
     options.of_result("--save-plan", metavar="FILE", help="Save the best point's plan as JSON.", dir_okay=False),
 ]
+FitTechniquesOption = Annotated[
+    str,
+    options.of_target(
+        "--techniques",
+        "-t",
+        metavar="KEYS",
+        help="What else the run does, as for estimate: lora=16, loss=fused … Searches layouts, of one rank without --layout.",
+    ),
+]
 FitLayoutOption = Annotated[
     str,
     options.of_target(
@@ -149,8 +195,16 @@ PlansOption = Annotated[
 ]
 
 
+_NO_CHANGE = (
+    "none of the changes that were tried makes the job fit: recomputation, a chunked loss, an optimizer of 8 bits, a smaller "
+    "micro-batch, adapters, and shards over up to 512 ranks. A search over layouts also tries tensor and pipeline parallelism: "
+    "--layout ranks=64,samples=512"
+)
+
+
 @commands.command
 def estimate(
+    context: typer.Context,
     target: options.TargetArgument,
     *,
     device: DeviceNameOption = "H100-SXM",
@@ -164,6 +218,10 @@ def estimate(
     strategy: EstimateStrategyOption = None,
     export: FrameworkOption = None,
     techniques: TechniquesOption = "",
+    lora: LoraOption = None,
+    tokens: TokensOption = None,
+    price: PriceOption = None,
+    launch: LaunchOption = None,
     plans: PlansOption = None,
     compare_with: CompareOption = None,
     save_device: SaveDeviceOption = None,
@@ -173,38 +231,121 @@ def estimate(
 
     Example: plimsoll estimate llama-3-70b --layout dp=64,zero=3 --strategy full
     """
+    import msgspec
+
     import plimsoll
     from plimsoll.analysis.diagnose import measured_run
     from plimsoll.errors import BudgetBelowFloor
+    from plimsoll.estimator.fitting_changes import find_fitting_changes
 
     with ranks.one_process("estimate", is_json=to.json):
+        devices = split_devices(device)
+        of_one = {"--plans": plans, "--compare-with": compare_with, "--save-device": save_device, "--launch": launch}
+        _refuse_for_several(devices, {flag: value for flag, value in of_one.items() if value is not None})
         if plans is not None:
             _refuse_without_plans(budget, strategy)
+        if launch is not None and to.json:
+            raise InvalidOption(
+                "--launch and --json were both given.",
+                why="the commands that start a job are text",
+                next="leave one of them out",
+            )
         run = _read_run(compare_with, save_device)
-        with terminal.show_progress() as report:
+        run_tokens, prices = read_price(tokens, price, devices)
+        how = ",".join(filter(None, [techniques, f"lora={lora}" if lora else ""]))
+        words = {"layout": layout, "optimizer": optimizer, "techniques": how, "budget": budget, "strategy": strategy}
+        asked = {"batch": str(batch or ""), **{name: word or "" for name, word in words.items()}}
+
+        def ask(name: str, given: Mapping[str, str], progress: Progress) -> Estimate:
             found = plimsoll.estimate(
                 target,
-                batch,
-                device=device,
+                int(given["batch"]) if given["batch"] else None,
+                device=name,
                 sequence=seq,
                 precision=precision,
-                optimizer=optimizer,
+                optimizer=given["optimizer"],
                 has_master_weights=master_weights,
-                layout=layout,
-                budget=budget,
-                strategy=strategy,
+                layout=given["layout"],
+                budget=given["budget"] or None,
+                strategy=given["strategy"] or None,
                 export=export,
-                techniques=techniques,
-                progress=report,
+                techniques=given["techniques"],
+                progress=progress,
             )
+            return msgspec.structs.replace(found, run_tokens=run_tokens, hourly_price=prices.get(name))
+
+        with terminal.show_progress() as report:
+            estimates = [ask(name, asked, report) for name in devices]
+            found = estimates[0]
+            is_open = (
+                len(devices) == 1
+                and found.does_fit is not True
+                and not (export or found.layouts or found.stages[0].plans)
+            )
+            if is_open and compare_with is None:
+                changes = find_fitting_changes(found, asked, lambda given: ask(device, given, silent), report)
+                typed = {**_typed(context), **({"--techniques": how} if lora else {})}
+                commanded = [msgspec.structs.replace(each, command=_command(target, typed, each)) for each in changes]
+                notes = (*found.notes, *(() if changes else (_NO_CHANGE,)))
+                found = estimates[0] = msgspec.structs.replace(found, changes=tuple(commanded), notes=notes)
+        if len(devices) > 1:
+            _hand_over_several(estimates, to)
+            terminal.end(0 if any(each.does_fit is not False for each in estimates) else BudgetBelowFloor.exit_code)
+            return
         if compare_with is not None:
             found = measured_run.set_beside(found, run, compare_with)
         terminal.hand_over(found, to)
+        if launch is not None:
+            terminal.say("\n" + launch_script(found, launch))
         if save_device is not None:
             measured_run.save_correction(measured_run.correct_device(found), save_device)
         if plans is not None:
             _save_plans(found, plans, to)
         terminal.end(BudgetBelowFloor.exit_code if found.does_fit is False else 0)
+
+
+def _typed(context: typer.Context) -> dict[str, str]:
+    """Return the typed options that describe the job, by their long names. The text of a flag is empty."""
+    values = {parameter.opts[0]: context.params[str(parameter.name)] for parameter in context.command.params}
+    about_result = ("--output", "--json", "--launch", "--plans", "--lora")
+    texts = {name: values[name] for name in options.given(context) if name not in about_result}
+    return {name: "" if value is True else str(value) for name, value in texts.items()}
+
+
+def _command(target: str, typed: Mapping[str, str], change: FittingChange) -> str:
+    """Return the command that estimates the changed job: the user's options, changed by the options of the change."""
+    changed = {f"--{name}": value for name, value in change.options.items()}
+    words = {name: value for name, value in {**typed, **changed}.items() if name not in changed or value}
+    parts = [f"{name} {shlex.quote(value)}" if value else name for name, value in words.items()]
+    return " ".join(["plimsoll estimate", shlex.quote(target), *parts])
+
+
+def _refuse_for_several(devices: Sequence[str], given: Mapping[str, Any]) -> None:
+    if len(devices) > 1 and given:
+        raise InvalidOption(
+            f"{' and '.join(given)} cannot be used with {len(devices)} devices.",
+            why="the option is about the job on one device",
+            next=f"leave it out, or name one device: --device {devices[0]}",
+        )
+
+
+def _hand_over_several(estimates: Sequence[Estimate], to: options.Output) -> None:
+    """Print estimates of several devices as one table, or as a list in JSON. With ``--output`` each has its own file."""
+    from plimsoll.artifacts.base import to_json
+    from plimsoll.ui.terminal import render_document
+    from plimsoll.ui.views.estimate import view_estimates
+
+    files = []
+    for found in estimates if to.output is not None else ():
+        assert to.output is not None
+        files.append(to.output.with_stem(f"{to.output.stem}-{found.device}"))
+        found.save(files[-1])
+    if to.json:
+        terminal.write_json("[" + ",\n".join(map(to_json, estimates)) + "]")
+        return
+    terminal.stdout().print(render_document(view_estimates(estimates)), crop=False)
+    for file in files:
+        terminal.say(f"saved to {file}")
 
 
 def _read_run(run: Path | None, device: Path | None) -> RunFigures:
@@ -251,9 +392,7 @@ def _save_plans(found: Estimate, directory: Path, to: options.Output) -> None:
         terminal.say(told)
 
 
-def _fit_layout(
-    target: str, budget: str, layout: str, to: options.Output, save_plan: Path | None, **sizes: Any
-) -> None:
+def _fit_layout(target: str, budget: str, layout: str, to: options.Output, **sizes: Any) -> None:
     """Search the fastest layout (division of the step over ranks) with its micro-batch, and print the estimate.
 
     Each pipeline stage of the layout has its own plan.
@@ -261,12 +400,6 @@ def _fit_layout(
     import plimsoll
     from plimsoll.errors import BudgetBelowFloor
 
-    if save_plan is not None:
-        raise InvalidOption(
-            "--save-plan cannot be used with --layout.",
-            why="each stage of a layout has its own plan, and --save-plan writes only one",
-            next="save the result with --output, or run `plimsoll estimate` for the layout that was found, with --plans DIR",
-        )
     with terminal.show_progress() as report:
         found = plimsoll.fit(target, None, budget, layout=layout, progress=report, **sizes)
     terminal.hand_over(found, to)
@@ -287,6 +420,7 @@ def fit(
     device_profile: options.DeviceProfileOption = None,
     device: options.DeviceOption = "cpu",
     layout: FitLayoutOption = "",
+    techniques: FitTechniquesOption = "",
     solves: SolvesOption = 16,
     save_plan: PlanOutputOption = None,
     to: options.Output,
@@ -299,10 +433,12 @@ def fit(
     from plimsoll.ui.cli import work
 
     with ranks.one_process("fit", is_json=to.json):
-        if layout:
+        if layout or techniques:
+            layout = layout or "ranks=1"
             sizes = {"sequences": seq or None, "global_batch": global_batch, "accumulation": accumulation}
             how = {"regions": regions or None, "device_profile": device_profile, "optimizer": optimizer.value}
-            _fit_layout(target, budget, layout, to, save_plan, **sizes, **how)
+            how["techniques"] = techniques
+            _fit_layout(target, budget, layout, to, **sizes, **how)
             return
         is_text = ":" not in target
         building = options.Building(optimizer=optimizer, device=device, seq=max(seq) if seq and is_text else None)

@@ -11,7 +11,8 @@ from typing import Annotated, Any
 
 import typer
 
-from plimsoll.errors import InvalidStrategy
+from plimsoll.errors import InvalidOption, InvalidStrategy
+from plimsoll.units import parse_count
 
 
 class OptimizerName(enum.StrEnum):
@@ -81,11 +82,32 @@ DeviceOption = Annotated[
         help="Device to build the model on: cpu, cuda, cuda:1; not for a package.module:function.",
     ),
 ]
+
+
+def parse_sequence(text: str | int) -> int:
+    """Parse a length of sequences, such as ``4096`` or ``32k``, which is 32,768. Typer calls this for every ``--seq``."""
+    if isinstance(text, int):
+        return text
+    try:
+        is_long = text.isdecimal() and len(text) > len(str(2**63))
+        return (
+            int(text[:1000]) if is_long else parse_count(text, thousand=1024)
+        )  # too long a number is refused by its length
+    except InvalidOption as error:
+        raise typer.BadParameter(f"{error.found} {error.next[:1].upper()}{error.next[1:]}.") from error
+
+
 BatchOption = Annotated[
     int | None, of_target("--batch", min=1, metavar="N", help="Examples per batch; not for a package.module:function.")
 ]
 SequenceOption = Annotated[
-    int | None, of_target("--seq", min=1, metavar="N", help="Tokens per example; not for a package.module:function.")
+    int | None,
+    of_target(
+        "--seq",
+        parser=parse_sequence,
+        metavar="N",
+        help="Tokens per example, such as 4096 or 32k; not for a package.module:function.",
+    ),
 ]
 CompileOption = Annotated[
     Compiled | None,
@@ -161,6 +183,10 @@ class Planning:
     def words(self) -> dict[str, Any]:
         """Return all options except the strategy, as keyword arguments of public functions such as ``plimsoll.plan``."""
         return {"budget": self.budget} | limits(asdict(self))
+
+    def bounds(self) -> dict[str, Any]:
+        """Return the options that are compared with the model when it is loaded, as keyword arguments of ``work.load``."""
+        return {"budget": self.budget, "overrides": tuple(self.override or ())}
 
 
 def limits(typed: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import json
 import os
 import re
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from plimsoll.artifacts.base import to_json
 from plimsoll.artifacts.progress import Progress as Report
 from plimsoll.artifacts.store import Artifact
 from plimsoll.errors import InvalidTarget, PlanFileError, PlimsollError
+from plimsoll.ui.cli.flags import as_typed
 
 
 class _Console(Console):
@@ -103,6 +105,8 @@ if TYPE_CHECKING:
 INTERRUPTED = 130
 _QUIET_SECONDS = 2.0
 """The least time in seconds between two progress lines in a log."""
+_REPEAT_SECONDS = 15.0
+"""The time in seconds after which a log repeats the latest progress line, so that its reader knows that work continues."""
 
 
 @contextlib.contextmanager
@@ -141,7 +145,8 @@ def _show(console: Console) -> Iterator[Report]:
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     if not console.is_terminal:
-        yield _line_reporter(console)
+        with _line_reporter(console) as report:
+            yield report
         return
     columns = (TextColumn("[progress.description]{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
@@ -153,20 +158,35 @@ def _show(console: Console) -> Iterator[Report]:
         yield report
 
 
-def _line_reporter(console: Console) -> Report:
-    """Return a function that takes a stage and the share done (0 to 1), and writes a progress line at most once in two
-    seconds.
+@contextlib.contextmanager
+def _line_reporter(console: Console) -> Iterator[Report]:
+    """A context that gives a function of a stage and the share done (0 to 1), which writes a progress line at most once in two
+    seconds. If a stage takes long, the line is repeated every 15 seconds, with the time since the start.
     """
-    last_seconds = time.monotonic()
+    started_seconds = last_seconds = time.monotonic()
+    latest, is_over = "", threading.Event()
 
     def report(stage: str, share: float) -> None:
-        nonlocal last_seconds
-        now_seconds = time.monotonic()
+        nonlocal last_seconds, latest
+        now_seconds, latest = time.monotonic(), f"{stage}: {share:.0%}"
         if share < 1.0 and now_seconds - last_seconds >= _QUIET_SECONDS:
             last_seconds = now_seconds
-            console.print(f"{stage}: {share:.0%}", highlight=False, markup=False)
+            console.print(latest, highlight=False, markup=False)
 
-    return report
+    def repeat() -> None:
+        while not is_over.wait(_REPEAT_SECONDS):
+            if latest:
+                console.print(
+                    f"{latest}, {time.monotonic() - started_seconds:.0f} s so far", highlight=False, markup=False
+                )
+
+    repeater = threading.Thread(target=repeat, daemon=True)
+    repeater.start()
+    try:
+        yield report
+    finally:
+        is_over.set()
+        repeater.join()
 
 
 def render_error_json(error: PlimsollError) -> str:
@@ -179,23 +199,25 @@ def render_error_json(error: PlimsollError) -> str:
           "error": "PlimsollError",
           ...
     """
+    found, why, next_step = as_typed(error)
     fields = {
         "plimsoll": "error",
         "error": type(error).__name__,
-        "found": error.found,
-        "why": error.why,
-        "next": error.next,
+        "found": found,
+        "why": why,
+        "next": next_step,
         "exit_code": error.exit_code,
     }
     return json.dumps(fields, indent=2, ensure_ascii=False)
 
 
 def print_error(error: PlimsollError) -> None:
-    """Write an error to stderr for a person: what was found, why, and what to do next."""
+    """Write an error to stderr for a person: what was found, why, and what to do next. Options are written as flags."""
     console = stderr()
-    console.print(Text.assemble((f"{type(error).__name__}: ", "bold red"), error.found), soft_wrap=True)
-    console.print(Text.assemble(("  why   ", "dim"), error.why), soft_wrap=True)
-    console.print(Text.assemble(("  next  ", "bold green"), error.next), soft_wrap=True)
+    found, why, next_step = as_typed(error)
+    console.print(Text.assemble((f"{type(error).__name__}: ", "bold red"), found), soft_wrap=True)
+    console.print(Text.assemble(("  why   ", "dim"), why), soft_wrap=True)
+    console.print(Text.assemble(("  next  ", "bold green"), next_step), soft_wrap=True)
 
 
 @contextlib.contextmanager
@@ -258,6 +280,15 @@ def _writable_stdout() -> Iterator[None]:
         )
         print_error(failure)
         raise typer.Exit(failure.exit_code) from error
+
+
+def say_soon(text: str) -> None:
+    """Write one line to stderr at once, before slow imports, so that the user knows that the command has begun.
+
+    Only the first rank writes it.
+    """
+    if os.environ.get("RANK", "0") == "0":
+        stderr().print(text, markup=False, soft_wrap=True)
 
 
 def say(text: str) -> None:

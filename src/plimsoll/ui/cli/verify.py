@@ -91,7 +91,7 @@ def verify(
 
         def load() -> Loaded:
             saved = _saved(context, plan, revised_plan, is_own=is_own)
-            return replace(work.load(target, building, compiled=compiled), saved=saved)
+            return replace(work.load(target, building, compiled=compiled, **asked.bounds()), saved=saved)
 
         loaded = crew.load(load)
         checked = loaded.saved if is_own or loaded.saved is not None else work.make_plan(loaded, asked)
@@ -167,7 +167,7 @@ def compare(
 
     with ranks.exit_codes(is_json=to.json) as crew:
         building = replace(building, device=crew.device(building.device))
-        loaded = crew.load(lambda: work.load(target, building, compiled=compiled))
+        loaded = crew.load(lambda: work.load(target, building, compiled=compiled, **asked.bounds()))
         comparison = loaded.ask(plimsoll.compare, strategy, steps=steps, **asked.words())
         if crew.speaks:
             terminal.hand_over(comparison, to)

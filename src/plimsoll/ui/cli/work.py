@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
@@ -21,7 +21,9 @@ from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.store import load_plan
 from plimsoll.errors import BudgetBelowFloor, InvalidProbe, PlanNotUsable
 from plimsoll.estimator.targets.target import Target, TargetOptions, load_target
+from plimsoll.planning.pins import parse_override, refuse_unknown_modules
 from plimsoll.tracing.regions import find_regions
+from plimsoll.ui.cli.early import TrainedSize
 from plimsoll.ui.cli.options import Building, Compiled, OptimizerName, Planning
 from plimsoll.ui.cli.terminal import show_progress, stderr
 from plimsoll.ui.demo.story import VOCABULARY, read_corpus
@@ -51,7 +53,15 @@ class Loaded:
             return verb(self.target.model, self.target.batch, *args, **step, progress=report, **options)
 
 
-def load(text: str, building: Building, *, is_meta: bool = False, compiled: Compiled | None = None) -> Loaded:
+def load(
+    text: str,
+    building: Building,
+    *,
+    is_meta: bool = False,
+    compiled: Compiled | None = None,
+    budget: str | None = None,
+    overrides: Sequence[str] = (),
+) -> Loaded:
     """Load a target (a model with its batch), print its notes, and make its optimizer.
 
     Args:
@@ -59,11 +69,28 @@ def load(text: str, building: Building, *, is_meta: bool = False, compiled: Comp
         building: the options for building the target.
         is_meta: build the target on the meta device, without memory for weights, because its device is not present.
         compiled: which part of the model torch.compile compiles; by default, nothing is compiled.
+        budget: the budget of the step. A model that needs more without any activations is refused before it is built.
+        overrides: the overrides of the plan. If one names modules that the model does not have, it is refused now.
     """
-    how = TargetOptions(batch=building.batch, sequence=building.seq, device=building.device, is_meta=is_meta)
+
+    def check(model: torch.nn.Module) -> None:
+        size = _size(text, model, building)
+        if not is_meta and building.device == "cpu":
+            size.refuse_on_this_machine(budget)
+        size.refuse_under(budget)
+
+    how = TargetOptions(
+        batch=building.batch, sequence=building.seq, device=building.device, is_meta=is_meta, check=check
+    )
     with show_progress() as report:
         report(f"loading {text}", 0.0)
         target = load_target(text, how)
+        if not target.is_configured and "RANK" not in os.environ:
+            # Whether all its parameters get a gradient is unknown before a trace, so only the parameters count.
+            replace(_size(text, target.model, building), trained_bytes=0).refuse_under(budget)
+        refuse_unknown_modules(
+            tuple(map(parse_override, overrides)), [name for name, _ in target.model.named_modules()]
+        )
         if compiled is not None:  # compile the whole model, or each repeated block separately
             for module in [target.model] if compiled is Compiled.WHOLE else find_regions(target.model).values():
                 module.compile()
@@ -72,6 +99,16 @@ def load(text: str, building: Building, *, is_meta: bool = False, compiled: Comp
     trained = [parameter for parameter in target.model.parameters() if parameter.requires_grad]
     has_none = building.optimizer is OptimizerName.NONE or not trained
     return Loaded(target=target, optimizer=None if has_none else optimizer_factory(building.optimizer)(trained))
+
+
+def _size(text: str, model: torch.nn.Module, building: Building) -> TrainedSize:
+    parameters = list(model.parameters())
+    return TrainedSize(
+        target=text,
+        parameters_bytes=sum(parameter.nbytes for parameter in parameters),
+        trained_bytes=sum(parameter.nbytes for parameter in parameters if parameter.requires_grad),
+        optimizer=building.optimizer,
+    )
 
 
 def optimizer_factory(name: OptimizerName) -> MakeOptimizer:

@@ -54,6 +54,7 @@ from plimsoll.ui.html.map_chart import draw_map
 from plimsoll.ui.html.memory_chart import draw_memory
 from plimsoll.ui.html.svg import draw_svg, legend
 from plimsoll.ui.views import view
+from plimsoll.ui.views.estimate import ESTIMATE_SOURCE, format_count, name_hours
 from plimsoll.units import format_bytes, format_more, format_seconds
 
 _DRAW: Mapping[type, Callable[[Any], Drawing]] = {
@@ -132,6 +133,13 @@ def build_html(artifacts: Sequence[Artifact], names: Sequence[str] = ()) -> str:
             of one model.
     """
     for artifact in artifacts:
+        if isinstance(artifact, str | Path):
+            raise InvalidReport(
+                f"{str(artifact)!r} is the name of a file, but report needs what the file holds.",
+                why="report shows artifacts, such as the plan that plimsoll.plan returned",
+                next=f'pass plimsoll.load("{artifact}") for a saved plan; for files of any kind run '
+                f"`plimsoll report {artifact} -o page.html`",
+            )
         if not isinstance(artifact, Reportable):
             raise InvalidReport(
                 f"No page can be made from {getattr(artifact, 'KIND', f'an object of type {type(artifact).__name__}')!r}.",
@@ -229,6 +237,7 @@ def _numbers_of_estimate(estimate: Estimate) -> list[tuple[str, str, str]]:
     room = "an unknown device" if estimate.device_bytes is None else format_bytes(estimate.device_bytes)
     fits = {True: "fits", False: "does not fit", None: "may or may not fit, given the error bars"}[estimate.does_fit]
     return [
+        *_price_of_run(estimate),
         (
             "tightest rank",
             f"{format_bytes(stage.total_bytes)} ± {format_bytes(stage.error_bytes)}",
@@ -238,6 +247,18 @@ def _numbers_of_estimate(estimate: Estimate) -> list[tuple[str, str, str]]:
         ("step", format_seconds(speed.step_seconds), f"± {speed.relative_error:.0%}, {speed.basis.value}"),
         ("ranks", f"{estimate.layout.ranks:,}", str(estimate.layout)),
     ]
+
+
+def _price_of_run(estimate: Estimate) -> list[tuple[str, str, str]]:
+    """Return the card with the price of the whole run, or with its hours if no price was given."""
+    if estimate.device_hours is None or estimate.run_tokens is None:
+        return []
+    hours = f"{estimate.device_hours:,.0f} {name_hours(estimate)}"
+    run = f"for {format_count(estimate.run_tokens)} tokens, ± {estimate.throughput.relative_error:.0%}"
+    which = "if it fitted" if estimate.does_fit is False else "of the run"
+    if estimate.price is None:
+        return [(f"time {which}", hours, run)]
+    return [(f"price {which}", f"{estimate.price:,.0f}", f"{hours} at {estimate.hourly_price:,.2f}, {run}")]
 
 
 def _refuse_other(source: str, about: Subject, other_source: str, other: Subject) -> None:
@@ -278,6 +299,15 @@ class _Page:
     @property
     def title(self) -> str:
         return self._first("model") or "A model without a name"
+
+    @property
+    def verdicts(self) -> list[tuple[Tone, str, str]]:
+        """The verdicts of estimates, which begin the page: for each its colour, its subject and its words."""
+        return [
+            (document.tone, f"{document.about.device}, {document.about.label}", document.word)
+            for document in self.documents
+            if document.source == ESTIMATE_SOURCE
+        ]
 
     @property
     def facts(self) -> list[tuple[str, str]]:

@@ -9,18 +9,36 @@ from collections.abc import Iterator, Sequence
 
 from plimsoll.artifacts.costs import Basis
 from plimsoll.artifacts.estimate import BudgetItem, Estimate, MeasuredFigure, StageEstimate, SwitchSetting
-from plimsoll.ui.document import BytesChart, Document, Element, Fold, Paragraph, Section, Subject, Table, Tone, sentence
+from plimsoll.artifacts.trace import runs_gpu_kernels
+from plimsoll.ui.document import (
+    UNKNOWN,
+    BytesChart,
+    Document,
+    Element,
+    Fold,
+    Paragraph,
+    Section,
+    ShellCommand,
+    Subject,
+    Table,
+    Tone,
+    sentence,
+)
 from plimsoll.units import format_bytes, format_seconds
 
 _HOLDERS_SHOWN = 5
 _ITEMS_HEADER = ("", "bytes", "±", "basis", "")
+ESTIMATE_SOURCE = "Estimate"
+_WORDS = {True: "fits", False: "does not fit", None: "too close to call"}
 _TONES = {True: Tone.GOOD, False: Tone.BAD, None: Tone.NEUTRAL}
 
 
 def view_estimate(estimate: Estimate) -> Document:
     """Make the document of an estimate."""
     ranks = estimate.layout.ranks
+    changes = [Section("What fits, cheapest first", _changes(estimate))] if estimate.changes else []
     sections = [
+        *changes,
         Section(_tightest_title(estimate), _items(estimate.tightest)),
         Section(_peak_title(estimate), _peak(estimate)),
     ]
@@ -39,7 +57,7 @@ def view_estimate(estimate: Estimate) -> Document:
     if estimate.measured:
         sections.append(Section(f"Compared with {estimate.measured_source}", _beside(estimate.measured)))
     return Document(
-        source="Estimate",
+        source=ESTIMATE_SOURCE,
         subject=f"of {estimate.target} on {device}",
         word=_verdict(estimate),
         tone=_TONES[estimate.does_fit],
@@ -51,6 +69,66 @@ def view_estimate(estimate: Estimate) -> Document:
         sections=sections,
         notes=estimate.notes,
     )
+
+
+def view_estimates(estimates: Sequence[Estimate]) -> Document:
+    """Make one document that compares estimates of one job on several devices: one row per device."""
+    first = estimates[0]
+    columns = ["device", "verdict", "a rank needs", "of", "step", "tokens/s", name_hours(first), "price"]
+    rows = [_beside_others(each) for each in estimates]
+    is_known = [any(row[column] != UNKNOWN for row in rows) for column in range(len(columns))]
+    shown = [column for column, known in enumerate(is_known) if known]
+    run = [f"{format_count(first.run_tokens)} tokens"] if first.run_tokens else []
+    table = Table(
+        header=[columns[column] for column in shown],
+        rows=[[row[column] for column in shown] for row in rows],
+        numbers=[place for place, column in enumerate(shown) if column > 1],
+        tones={"fits": Tone.GOOD, "does not fit": Tone.BAD},
+    )
+    fitting = sum(estimate.does_fit is True for estimate in estimates)
+    return Document(
+        source="Estimates",
+        subject=f"of {first.target} on {len(estimates)} devices",
+        word=f"{fitting} of {len(estimates)} fit",
+        tone=Tone.GOOD if fitting else Tone.BAD,
+        lines=[*_setting(first), *run],
+        sections=[Section("Device by device", [table])],
+    )
+
+
+def _beside_others(estimate: Estimate) -> list[str]:
+    """Return the cells of one device: verdict, memory, speed, hours and price of the run."""
+    stage, speed = estimate.tightest, estimate.throughput
+    return [
+        f"{f'{estimate.layout.ranks:,} x ' if estimate.layout.ranks > 1 else ''}{estimate.device}",
+        _WORDS[estimate.does_fit],
+        f"{format_bytes(stage.total_bytes)} ± {format_bytes(stage.error_bytes)}",
+        UNKNOWN if estimate.device_bytes is None else format_bytes(estimate.device_bytes),
+        format_seconds(speed.step_seconds),
+        UNKNOWN if speed.tokens_per_second is None else f"{speed.tokens_per_second:,.0f}",
+        UNKNOWN if estimate.device_hours is None else f"{estimate.device_hours:,.0f}",
+        UNKNOWN if estimate.price is None else f"{estimate.price:,.0f}",
+    ]
+
+
+def name_hours(estimate: Estimate) -> str:
+    """Return the unit of the device's hours: GPU-hours, or device-hours for other devices."""
+    return "GPU-hours" if runs_gpu_kernels(estimate.device) else "device-hours"
+
+
+def _changes(estimate: Estimate) -> list[Element]:
+    """Return each change that makes the job fit, with its memory and speed, and its command if it is known."""
+    found: list[Element] = []
+    for number, change in enumerate(estimate.changes, start=1):
+        ranks = f" on {change.ranks:,} ranks" if change.ranks > 1 else ""
+        tokens = "" if change.tokens_per_second is None else f", {change.tokens_per_second:,.0f} tokens/s{ranks}"
+        memory = f"{format_bytes(change.total_bytes)} ± {format_bytes(change.error_bytes)}"
+        found.append(
+            Paragraph(f"{number}. {change.name}: {memory}, step {format_seconds(change.step_seconds)}{tokens}")
+        )
+        if change.command:
+            found.append(ShellCommand(change.command))
+    return found
 
 
 def _switches(estimate: Estimate) -> list[Element]:
@@ -117,8 +195,7 @@ def _verdict(estimate: Estimate) -> str:
         needed += f" without {', '.join(item.name for item in stage.unsupported)},"
     if estimate.device_bytes is None:
         return f"needs {needed}"
-    word = {True: "fits", False: "does not fit", None: "too close to call"}[estimate.does_fit]
-    found = f"{word}, {needed} of {format_bytes(estimate.device_bytes)}"
+    found = f"{_WORDS[estimate.does_fit]}, {needed} of {format_bytes(estimate.device_bytes)}"
     if estimate.budget_bytes is not None:
         found += f"; its tensors need {format_bytes(most)} of a budget of {format_bytes(estimate.budget_bytes)}"
     return found
@@ -145,7 +222,7 @@ def _setting(estimate: Estimate) -> list[str]:
 
 
 def format_count(count: int) -> str:
-    """Return a number of parameters as text with a unit.
+    """Return a number of parameters or tokens as text with a unit.
 
     Example:
         >>> format_count(70_553_706_496)
@@ -330,4 +407,15 @@ def _speed(estimate: Estimate) -> Sequence[str]:
         )
         facts.append(f"MFU {speed.mfu:.0%}{published}")
     line = f"{', '.join(facts)}; ± {speed.relative_error:.0%}, {speed.basis.value}"
-    return [line, speed.note] if speed.note else [line]
+    return [line, *_run(estimate), *([speed.note] if speed.note else [])]
+
+
+def _run(estimate: Estimate) -> list[str]:
+    """Return a line with hours and price of the whole run, if its number of tokens was given."""
+    hours = estimate.device_hours
+    if hours is None or estimate.run_tokens is None:
+        return []
+    ranks = estimate.layout.ranks
+    days = f", {hours / ranks / 24:,.1f} days on {ranks:,} {'rank' if ranks == 1 else 'ranks'}"
+    price = "" if estimate.price is None else f", price {estimate.price:,.0f} at {estimate.hourly_price:,.2f} an hour"
+    return [f"{format_count(estimate.run_tokens)} tokens: {hours:,.0f} {name_hours(estimate)}{days}{price}"]

@@ -1,0 +1,53 @@
+"""Reads the devices that ``estimate --device`` lists, and the price of each for an hour."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from plimsoll.errors import InvalidOption
+from plimsoll.units import parse_count
+
+
+def split_devices(text: str) -> list[str]:
+    """Return the names of devices that ``--device`` lists, with commas between them."""
+    names = [name.strip() for name in text.split(",")]
+    if "" in names or len(set(names)) < len(names):
+        raise InvalidOption(
+            f"--device {text!r} does not list different devices.",
+            why="a name is empty" if "" in names else "a device is named twice",
+            next="write for example --device H100-SXM,A100-80GB",
+        )
+    return names
+
+
+def read_price(tokens: str | None, price: str | None, devices: Sequence[str]) -> tuple[int | None, dict[str, float]]:
+    """Return the number of tokens of the run, and the price of an hour of each device that has one.
+
+    Raises:
+        InvalidOption: a number is not positive, a price names another device, or ``--tokens`` is missing.
+    """
+    count = None if tokens is None else parse_count(tokens)
+    if price is None:
+        return count, {}
+    if count is None:
+        raise InvalidOption(
+            "--price needs --tokens.",
+            why="the price of a run is the price of an hour times the hours that its tokens take",
+            next=f"add --tokens 10B to --price {price}",
+        )
+    prices: dict[str, float] = {}
+    for part in price.split(","):
+        name, equals, amount = part.rpartition("=")
+        try:
+            hourly = float(amount)
+        except ValueError:
+            hourly = math.nan
+        if not 0 < hourly < math.inf or (equals and name.strip() not in devices) or (not equals and "," in price):
+            raise InvalidOption(
+                f"--price {price!r} is not the price of an hour.",
+                why=f"{part!r} is neither a positive number nor DEVICE=NUMBER for a device of --device {','.join(devices)}",
+                next=f"write --price 2.5, or --price {','.join(f'{each}=2.5' for each in devices)}",
+            )
+        prices |= {name.strip(): hourly} if equals else dict.fromkeys(devices, hourly)
+    return count, prices
