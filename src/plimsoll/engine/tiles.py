@@ -137,7 +137,7 @@ class _Call:
         return output if isinstance(output, tuple | list) else (output,)
 
     def note_state(self) -> None:
-        """Record the states of the random generators from which the next tile starts."""
+        """Record the states of the random generators before the next tile."""
         if self._generators:
             self.states.append(tuple(generator.clone_state() for generator in self._generators))
 

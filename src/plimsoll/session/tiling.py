@@ -38,7 +38,7 @@ nothing but its output, so tiles would not save memory."""
 
 
 def find_tileable(task: TrainingTask, options: PlanOptions) -> tuple[RowwiseCall, ...]:
-    """Run the model's forward once, and return the row-wise calls for which tiles save memory."""
+    """Run the model's forward once, and return the row-wise calls that need less memory in tiles."""
     found = find_rowwise_calls(
         task.model, task.batch, regions=options.regions, device_name=options.device_profile
     ).values()

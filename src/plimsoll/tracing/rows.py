@@ -37,7 +37,7 @@ from plimsoll.tracing.recorder.untouched import arguments_kept, private_copy, un
 from plimsoll.tracing.regions import find_regions
 
 Layout = tuple[tuple[int, ...], ...]
-"""The dimensions of a tensor, each as the sizes of its factors, outermost first. The factor -1 stands for the rows.
+"""The dimensions of a tensor, each as the sizes of its factors, outermost first. The factor -1 means the rows.
 
 A tensor (batch 2, rows, 8) that was reshaped to (2 · rows, 8) has the layout ((2, -1), (8,)).
 """
@@ -57,8 +57,9 @@ class RowwiseCall:
 
     ``dim`` is the dimension of the rows in the first tensor argument, and ``rows`` its size. ``inputs`` maps the place of each
     argument that has rows (a position or a keyword, as text) to the dimension of its rows, and ``outputs`` has the dimension of
-    each returned tensor. ``inner_bytes`` are the bytes of all tensors that the call makes and does not return; ``outer_bytes``
-    those of its arguments with rows and of its outputs. ``is_random`` says whether the call draws random numbers.
+    each returned tensor. ``inner_bytes`` are the bytes of all tensors that the call makes and does not return, and
+    ``outer_bytes`` the bytes of its arguments with rows and of its outputs. ``is_random`` says whether the call draws random
+    numbers.
     """
 
     path: str
@@ -153,7 +154,10 @@ class RowFollower(TorchDispatchMode):
             calls = tuple(_call_of(scope, dims) for scope, dims in finished if dims)
             self._calls.setdefault(path, []).append(calls)
             if not calls:
-                self.reasons[path] = next((scope.reason for scope, _ in finished if scope.reason), "it has no rows")
+                self.reasons[path] = next(
+                    (scope.reason for scope, _ in finished if scope.reason),
+                    "its first tensor does not have two dimensions",
+                )
 
         return closed
 
@@ -502,7 +506,7 @@ def _joined(op: _Op) -> Layout:
 
 
 def _looked_up(op: _Op) -> Layout:
-    """Look rows up in a table that has no rows itself (an embedding)."""
+    """Look rows up in a table (an embedding). The table itself does not have rows."""
     name = "indices" if "indices" in op.arguments else "index"
     _, layout = op.only(name)
     row = _row_dim(layout)
@@ -691,7 +695,7 @@ def may_run_in_tiles(model: nn.Module, regions: Collection[str]) -> dict[str, nn
         path: module
         for path, module in model.named_modules()
         if path
-        and type(module).forward is not nn.Module.forward  # a ModuleList has no forward
+        and type(module).forward is not nn.Module.forward  # a ModuleList cannot be called
         and next(module.parameters(), None) is not None
         and not any(region.startswith(f"{path}.") for region in regions)
         and not any(_has_hooks(inner) for inner in module.modules() if inner is not module)

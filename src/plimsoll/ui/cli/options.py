@@ -117,7 +117,9 @@ StepsOption = Annotated[int, typer.Option("--steps", min=1, metavar="N", help="T
 AllowOption = Annotated[
     str,
     of_plan(
-        "--allow", metavar="LIST", help="What strategy auto may do, any of: recompute,compress,offload,collectives."
+        "--allow",
+        metavar="LIST",
+        help="What strategy auto may do, any of: recompute,tile,compress,offload,collectives.",
     ),
 ]
 MaxErrorOption = Annotated[
