@@ -28,6 +28,8 @@
 ``int8``, ``int4``, ``fp8``  COMPRESS every saved value that can take this form, masks and integers without loss; KEEP the rest
 ``offload``              OFFLOAD every saved value that may go over the link; KEEP the rest (the last region keeps, because
                          no later region hides its transfers)
+``offload-inputs``       every region OFFLOADs its input and recomputes the rest, like ``full`` with its inputs over the link
+                         (Unsloth, torchtune and axolotl ship this); the last region keeps its input
 ``hybrid:N,k``           the first N regions like ``int8``, the others like ``every:k``
 =====================  ================================================================================================
 
@@ -204,6 +206,15 @@ def choose_form(index: StepIndex, name: str) -> tuple[Choice, ...]:
     return tuple(_in_form(view, name) for view in index.views)
 
 
+def choose_offload_inputs(index: StepIndex, _argument: str) -> tuple[Choice, ...]:
+    """Return one choice for each region: it offloads its input, and recomputes everything else from it.
+
+    The last region keeps its input: its backward begins at once, so nothing would hide the transfers.
+    """
+    sent = send_kept(index, choose_full(index, ""))
+    return (*sent[:-1], *choose_full(index, "")[-1:])
+
+
 def choose_hybrid(index: StepIndex, argument: str) -> tuple[Choice, ...]:
     """Return one choice for each region: the first N regions compress their values, the others are recomputed in groups of k.
 
@@ -306,6 +317,7 @@ STRATEGIES: dict[str, Callable[[StepIndex, str], tuple[Choice, ...]]] = {
     "none": choose_none,
     "nth": choose_nth,
     "offload": lambda index, _: choose_form(index, "offload"),
+    "offload-inputs": choose_offload_inputs,
     "selective": choose_selective,
     "sqrt": choose_sqrt,
 }
@@ -327,7 +339,7 @@ def codecs_of_strategy(strategy: str) -> tuple[str, ...]:
 
 def uses_link(strategy: str) -> bool:
     """Return True if a named strategy offloads values over a link."""
-    return strategy == "offload"
+    return strategy in ("offload", "offload-inputs")
 
 
 def keeps_the_rest(strategy: str) -> bool:
@@ -385,7 +397,7 @@ def check_strategy(strategy: str) -> None:
     name, colon, argument = strategy.partition(":")
     if name not in STRATEGIES or bool(colon) != (name in _WITH_ARGUMENT):
         known = ["auto", "every:2", "first:2", "fp8", "full", "hybrid:10,6", "input-only", "int4", "int8", "min-cut", "none",
-                 "nth:2", "offload",
+                 "nth:2", "offload", "offload-inputs",
                  "selective:attention", "selective:core", "selective:mla-up", "selective:mlp", "selective:moe-act",
                  "selective:norm", "selective:shared", "selective:mm,sdpa", "selective:torchtitan",
                  "sqrt"]  # fmt: skip

@@ -69,7 +69,7 @@ def plan(
         loss: from the model's output to a scalar; by default ``output.loss``, or the output itself if it is a scalar.
         optimizer: with it the budget also covers its state and its step; without it, forward, backward and gradients.
         strategy: ``auto`` (the budgeted optimum), or ``none``, ``full``, ``every:k``, ``sqrt``, ``input-only``,
-            ``selective:attention|mlp|norm|<op list>``, ``int8``, ``int4``, ``fp8``, ``offload``, ``hybrid:N,k``.
+            ``selective:attention|mlp|norm|<op list>``, ``int8``, ``int4``, ``fp8``, ``offload``, ``offload-inputs``, ``hybrid:N,k``.
         regions: module paths, ``*`` for one level (``"model.layers.*"``); by default the repeated blocks.
         device_profile: plan for a device that is not here, from the catalogue (``"H100-SXM"``).
         allow: what the plan may do other than keep: ``recompute``, ``compress`` (codecs), ``offload`` (to pinned host memory
