@@ -78,6 +78,20 @@ def _text_of(artifact: object, *, with_details: bool = False) -> str:
     return render_plain(view(artifact), with_details=with_details)
 
 
+def _summary_of(artifact: object) -> str:
+    from plimsoll.ui.plain import summarize
+    from plimsoll.ui.views import view
+
+    return summarize(view(artifact))
+
+
+def _html_of(artifact: object | None, *, text: str = "") -> str:
+    from plimsoll.ui.html.notebook import render_notebook
+    from plimsoll.ui.views import view
+
+    return render_notebook(None if artifact is None else view(artifact), text=text)
+
+
 def _policy_text() -> str:
     from importlib import resources
 
@@ -85,6 +99,8 @@ def _policy_text() -> str:
 
 
 ArtifactBase.render = staticmethod(_text_of)
+ArtifactBase.summarize = staticmethod(_summary_of)
+ArtifactBase.to_html = staticmethod(_html_of)
 ArtifactBase.policy_text = staticmethod(_policy_text)
 
 

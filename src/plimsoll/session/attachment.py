@@ -21,7 +21,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import logging
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -33,7 +32,9 @@ from torch import nn
 
 from plimsoll.artifacts.fault import Fault
 from plimsoll.artifacts.plan import COLLECTIVES, Plan
+from plimsoll.artifacts.progress import Progress, part_of, silent
 from plimsoll.artifacts.receipt import RegionOutcome
+from plimsoll.artifacts.training_figures import ShowsFigures, TrainingFigures
 from plimsoll.engine.apply import RemovedAtEnd
 from plimsoll.engine.capturing import WARM_UP, is_capturing, refuse_capture
 from plimsoll.errors import BudgetBelowFloor, InvalidBatch, PlimsollError
@@ -46,6 +47,7 @@ from plimsoll.session.eager_step import EagerStep
 from plimsoll.session.joint_traces import JointTraces, facts_of
 from plimsoll.session.measured_step import taken_beside
 from plimsoll.session.messages import (
+    announce,
     log_planning_overrun,
     warn,
     warn_of_floor,
@@ -60,7 +62,7 @@ from plimsoll.session.options import Budget, PlanOptions
 from plimsoll.session.plans_at_work import PlansAtWork
 from plimsoll.session.pressure import Pressure
 from plimsoll.session.retry import Retry, floor_of
-from plimsoll.session.shapes import ShapePlans, can_follow_shapes, told
+from plimsoll.session.shapes import ShapePlans, can_follow_shapes
 from plimsoll.session.situations import MeteredSituations, Situation, planned_situation
 from plimsoll.session.states import TABLE, State, TrainingEvent
 from plimsoll.session.step_levels import is_more
@@ -79,7 +81,6 @@ from plimsoll.units import format_bytes
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_LOG = logging.getLogger(__name__)
 _MOST_TRIES = 3
 """If this many first steps fail, or run under the user's profiler, make the plan without a measurement. If backward fails in
 more traces than that, give up.
@@ -146,7 +147,7 @@ class FirstStep:
     """
 
 
-class Attachment(RemovedAtEnd):
+class Attachment(ShowsFigures, RemovedAtEnd):
     """Keeps a model under a budget from its first training call on. ``plimsoll.attach`` returns it as the handle."""
 
     state: State
@@ -163,8 +164,12 @@ class Attachment(RemovedAtEnd):
         verify_every: int,
         room: Callable[[], int] | None = None,
         units: Sequence[Unit] = (),
+        progress: Progress = silent,
     ) -> None:
         self.model, self.agreement = model, agreement
+        self._progress = progress
+        self._unannounced_steps: int | None = 0
+        """How many steps have ended under a plan for the budget without a line about it; None once the line was written."""
         self.repeats_collectives = COLLECTIVES in options.allow
         self._budget, self._options, self._optimizer = budget, options, optimizer
         self._has_ladder = can_follow_shapes(options, agreement.size)
@@ -211,6 +216,28 @@ class Attachment(RemovedAtEnd):
     def peak_bytes(self) -> int:
         """The highest measured peak of a step under a plan for the budget, in bytes. It is 0 until a step was measured."""
         return self._steps.peak_bytes
+
+    @property
+    def figures(self) -> TrainingFigures | None:
+        """The figures of the training under its current plan, or ``None`` before the plan for the budget is made. The bytes
+        that the loop's own step was measured to need beside the traced step are added.
+        """
+        if self.state is not State.RUNNING:
+            return None
+        unseen_bytes = 0 if self.is_compiled else self._room.account.measured_bytes()
+        if self._shaped is not None and self._served is not None:
+            unseen_bytes = self._shaped.measured_bytes(self._served)
+        return TrainingFigures.of(
+            self._current_plan, unseen_bytes=unseen_bytes, measured_peak_bytes=self._steps.peak_bytes
+        )
+
+    def headline(self) -> str:
+        """Return one line that names the model, its budget, and what happens to it now."""
+        budget = "auto" if self._budget.asked_bytes is None else format_bytes(self._budget.asked_bytes)
+        return f"plimsoll.attach({type(self.model).__name__}, budget {budget}): {self.state.meaning}"
+
+    def _shown_plan(self) -> Plan | None:
+        return self.plan if self.state is State.RUNNING else None
 
     @property
     def faults(self) -> tuple[Fault, ...]:
@@ -400,6 +427,7 @@ class Attachment(RemovedAtEnd):
         """Called if a call failed before the plan for the budget existed. Stop managing the model if planning itself failed.
         After an error of the model, plan again in the next call.
         """
+        self._progress("stopped", 1.0)
         if isinstance(error, PlimsollError):
             self.state = State.GIVEN_UP
             # Within `step`, the step may run again, and is planned then. If it does not, `step` removes everything.
@@ -439,6 +467,7 @@ class Attachment(RemovedAtEnd):
         """Make the plan for the budget from the first call of a model that torch.compile compiles, and apply the plan."""
         # Without a reduction, gradients wait, so later micro-batches of the step begin with existing gradients.
         accumulates = call.situation.accumulates or is_without_reduction(self.model)
+        self._progress("compiling", 0.0)
         with self._tracing():
             planner, plan, unseen_bytes = source.plan(
                 self.agreement, self._task(call), self._options, self._budget, accumulates=accumulates
@@ -464,6 +493,7 @@ class Attachment(RemovedAtEnd):
                 self._budget,
                 optimizer_is_optional=task.optimizer is not self._optimizer,
                 taken_bytes=self._room.account.total_bytes(),
+                progress=part_of(self._progress, 0.0, 0.5) if self._traced is None else silent,
             )
             traced = FirstStep(
                 planner,
@@ -484,6 +514,7 @@ class Attachment(RemovedAtEnd):
         self._run(lowest)
         self.state, self._tries, self._is_mixed = State.MEASURING, 0, False
         self._tried_bytes = self._tried_rest_bytes = 0
+        self._progress("measuring the first step", 0.6)
         self._measure(call)
 
     def _is_enough_for(self, traced: FirstStep, earlier: FirstStep) -> bool:
@@ -649,7 +680,6 @@ class Attachment(RemovedAtEnd):
         """Apply the first plan for the budget. If there is a ladder (plans with falling peaks), begin it with this plan, and
         later calls choose from it.
         """
-        measured_bytes = self._room.account.measured_bytes()
         if self._has_ladder:
             # A replay runs no collective, so ranks may run different plans. Only traces with collectives need other ranks.
             company = self._traces.among(traced.planner.trace)
@@ -666,14 +696,16 @@ class Attachment(RemovedAtEnd):
                 self._shaped.begin(traced.shapes, traced.planner, plan)
         self._run(plan)
         self.state = State.RUNNING
-        _LOG.info(told(plan, 0 if self.is_compiled else measured_bytes))
+        self._progress("done", 1.0)
 
     def _confirmed(self, traced: FirstStep, task: TrainingTask | None) -> Plan:
         """Solve the plan for the budget and return it. If possible, run it once to check its peak. That run also records the
         plan's regions (managed module calls).
         """
         planner = traced.planner
+        self._progress("solving", 0.7)
         plan = self._solve_for_budget(traced)
+        self._progress("trying the plan", 0.9)
         # No trial while the user's profiler runs: on a CPU a trial needs torch's profiler too, and only one can run.
         has_trial = task is not None and any(region.dropped for region in plan.regions) and not is_profiled()
         has_trial = has_trial and self._has_room_to_try(traced, plan, task)
@@ -798,6 +830,7 @@ class Attachment(RemovedAtEnd):
         planner, plan = self._traced_step.planner, self._current_plan
         limit_bytes = (planner.own_budget_bytes or 0) - self._room.account.withheld
         peak_bytes, cause = self._steps.take_peak(self._state_bytes(), self._metered, limit_bytes)
+        self._announce(is_measured=peak_bytes > 0)
         over_bytes = peak_bytes - limit_bytes
         is_named, self._is_named = self._is_named, False
         next_ = "later steps are planned for a budget that is smaller by this amount, if some plan needs less"
@@ -831,6 +864,15 @@ class Attachment(RemovedAtEnd):
             cause = f"{cause}; since plans were made, the training loop holds {format_bytes(held_bytes)} more"
         if not is_named:
             warn_of_overrun(peak_bytes, limit_bytes, cause, next_)
+
+    def _announce(self, *, is_measured: bool) -> None:
+        """Write one line about the first plan for the budget, as soon as a step under it was measured, or after three steps."""
+        if self._unannounced_steps is None:
+            return
+        self._unannounced_steps += 1
+        if (is_measured or self._unannounced_steps == _MOST_TRIES) and (figures := self.figures) is not None:
+            self._unannounced_steps = None
+            announce(figures.line)
 
     def _state_bytes(self) -> int:
         """Return the bytes of optimizer state to add to a measured peak. A compiled plan counts all of this state from its

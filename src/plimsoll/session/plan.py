@@ -6,13 +6,13 @@ import contextlib
 import functools
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from plimsoll.artifacts.plan import Plan
-from plimsoll.artifacts.progress import Progress, part_of, silent
+from plimsoll.artifacts.progress import Progress, part_of, read_progress
 from plimsoll.artifacts.store import load_plan
 from plimsoll.engine.apply import Handle
 from plimsoll.session.agreement import agreement_for, described
@@ -46,7 +46,7 @@ def plan(
     compile: bool | Mapping[str, Any] | None = None,  # noqa: A002 - torch's word
     ranks: Sequence[int] | None = None,
     timeout_seconds: float = TIMEOUT_SECONDS,
-    progress: Progress | None = None,
+    progress: Progress | Literal["bar"] | None = None,
 ) -> Plan:
     """Decide for every saved activation what to do with it until backward, so that the training step fits ``budget``.
 
@@ -82,7 +82,7 @@ def plan(
         ranks: global ranks that plan together. By default these are the ranks of the model's process groups (DDP, FSDP2,
             DTensor), or all ranks if the model does not have a group.
         timeout_seconds: how long ranks wait for each other in each exchange.
-        progress: a function that receives the stage and the share done.
+        progress: a function that receives the stage and the share done. ``"bar"``: a bar on the terminal.
 
     Returns:
         A plan: printable, savable, with the status, the predicted peak and seconds, the lower bound and both gaps.
@@ -103,7 +103,7 @@ def plan(
 
     Known weakness: bounds and costs describe a model of the machine; only measurements describe the machine itself.
     """
-    report = progress or silent
+    report = read_progress(progress)
     with agreement_for(model, "plan", ranks=ranks, timeout_seconds=timeout_seconds) as agreement:
         task = TrainingTask.read(model, batch, loss=loss, optimizer=optimizer, compile=compile)
         limit = Budget.read(budget)
@@ -187,7 +187,9 @@ def apply(
         handle = manage_together(agreement, model, plan, sentinel_every=sentinel_every, verify_every=verify_every)
         budget_bytes = plan.budget_bytes_of_ranks.get(str(agreement.rank), plan.budget_bytes)
         if budget_bytes is not None:
-            handle.remove_with_me(BudgetWatch(model, handle, plan, budget_bytes))
+            watch = BudgetWatch(model, handle, plan, budget_bytes)
+            handle.measure_with(lambda: watch.peak_bytes)
+            handle.remove_with_me(watch)
         if can_retry(model, plan):
             handle.retry_with(AppliedPlan(handle, model, plan, agreement).run)
         return handle

@@ -602,6 +602,7 @@ def first_planner(
     *,
     optimizer_is_optional: bool,
     taken_bytes: int = 0,
+    progress: Progress = silent,
 ) -> tuple[StepPlanner, float]:
     """Trace a step, and measure the forms of its values (codecs and links) if they are allowed. Return a planner for the step,
     and the scale of errors.
@@ -614,6 +615,7 @@ def first_planner(
         task,
         options,
         budget,
+        progress,
         optimizer_is_optional=optimizer_is_optional,
         limit_bytes=None if budget.asked_bytes is None else budget.asked_bytes - taken_bytes,
     )

@@ -2,7 +2,6 @@
 
 import gc
 import os
-import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor

@@ -12,7 +12,7 @@ device's peak counters.
 
 The log is private to torch: its names were seen in torch 2.9 to 2.15. While the CPU meter runs, no other profiler may run.
 Torch's allocator would warn once a second on stderr about releases that its log lacks. So the meter raises torch's C++ log
-level to errors while it runs, unless ``TORCH_CPP_LOG_LEVEL`` is set.
+level to errors while it runs, unless ``TORCH_CPP_LOG_LEVEL`` asks for warnings.
 """
 
 from __future__ import annotations
@@ -56,6 +56,8 @@ _KINETO_LOG_LEVEL = "KINETO_LOG_LEVEL"
 _KINETO_SILENT = "99"
 _CPP_ERRORS = 2
 """The C++ log level of torch that shows only errors. Level 1 also shows warnings, level 0 everything."""
+_CPP_WARNINGS = ("INFO", "WARNING", "0", "1")
+"""Values of ``TORCH_CPP_LOG_LEVEL`` with which the user asks for warnings."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +230,7 @@ def _silence_allocator(owner: object) -> Callable[[], object]:
     The warnings say only that the profiler does not log the release of older memory, which the meter counts in another way.
     """
     level = _cpp_log_level()
-    if level is None or level.value >= _CPP_ERRORS or "TORCH_CPP_LOG_LEVEL" in os.environ:
+    if level is None or level.value >= _CPP_ERRORS or os.environ.get("TORCH_CPP_LOG_LEVEL", "") in _CPP_WARNINGS:
         return lambda: None
     restore = weakref.finalize(owner, setattr, level, "value", level.value)
     level.value = _CPP_ERRORS
@@ -240,7 +242,9 @@ def _cpp_log_level() -> ctypes.c_int | None:
     """Return torch's C++ log level, a variable of its library (seen in torch 2.11 to 2.15), or None if it cannot be found."""
     name = {"darwin": "libc10.dylib", "win32": "c10.dll"}.get(sys.platform, "libc10.so")
     try:
-        return ctypes.c_int.in_dll(ctypes.CDLL(str(Path(torch.__file__).with_name("lib") / name)), "FLAGS_caffe2_log_level")
+        return ctypes.c_int.in_dll(
+            ctypes.CDLL(str(Path(torch.__file__).with_name("lib") / name)), "FLAGS_caffe2_log_level"
+        )
     except (OSError, ValueError):  # torch was built as one library, or built with gflags
         return None
 
