@@ -382,16 +382,19 @@ class StepPlanner:
             is_optimizer: the peak is after backward, mostly in the optimizer's step.
         """
         assert self.budget_bytes is not None
+        solver = self._solver  # with several ranks, only one of them solves
+        excess_bytes = max(0, floor_bytes - lowest.peak.bytes)
         if is_optimizer:
-            error = after_backward_floor_error(self.budget_bytes, floor_bytes)
+            others = None if solver is None else solver.other_budgets(least_bytes=floor_bytes)
+            error = after_backward_floor_error(self.budget_bytes, floor_bytes, others)
         else:
-            solver = self._solver  # with several ranks, only one of them solves
             error = floor_error(
                 self.budget_bytes,
                 lowest.peak,
                 floor_bytes - lowest.peak.bytes,
                 chunked_bytes=None if solver is None else peak_with_chunked_loss(solver.floor),
                 accumulating_bytes=accumulating_bytes,
+                others=None if solver is None else solver.other_budgets(excess_bytes, least_bytes=floor_bytes),
             )
         return self.ranks.refused(error, floor_bytes)
 

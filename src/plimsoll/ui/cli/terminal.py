@@ -25,7 +25,7 @@ from rich.text import Text
 from plimsoll.artifacts.base import to_json
 from plimsoll.artifacts.progress import Progress as Report
 from plimsoll.artifacts.store import Artifact
-from plimsoll.errors import InvalidTarget, PlanFileError, PlimsollError
+from plimsoll.errors import BudgetBelowFloor, InvalidTarget, PlanFileError, PlimsollError
 
 
 class _Console(Console):
@@ -196,6 +196,9 @@ def print_error(error: PlimsollError) -> None:
     console.print(Text.assemble((f"{type(error).__name__}: ", "bold red"), error.found), soft_wrap=True)
     console.print(Text.assemble(("  why   ", "dim"), error.why), soft_wrap=True)
     console.print(Text.assemble(("  next  ", "bold green"), error.next), soft_wrap=True)
+    if isinstance(error, BudgetBelowFloor):
+        for line in error.others:
+            console.print(Text(f"  {line}"), soft_wrap=True)
 
 
 @contextlib.contextmanager
