@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from plimsoll.errors import PlimsollError
     from plimsoll.estimator.estimate import estimate
     from plimsoll.estimator.fit.fit import fit
+    from plimsoll.integrations.callback import PlimsollCallback as PlimsollCallback
     from plimsoll.session.attach import attach
     from plimsoll.session.plan import apply, load, plan
     from plimsoll.ui.html.page import report
@@ -109,10 +110,12 @@ def __getattr__(name: str) -> object:
 
     if name == "distributed":
         return import_module("plimsoll.distributed")
+    if name == "PlimsollCallback":  # not in __all__: it is for frameworks that may not be installed
+        return import_module("plimsoll.integrations.callback").PlimsollCallback
     if name not in _HOMES:
         raise AttributeError(f"module 'plimsoll' has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)
 
 
 def __dir__() -> list[str]:
-    return sorted([*__all__, "__version__"])
+    return sorted([*__all__, "PlimsollCallback", "__version__"])
