@@ -186,6 +186,7 @@ class BudgetedTraining:
             if handle.is_compiled and not takes_compiled:
                 handle.remove()
                 raise _compiled(model)
+            handle.measures_before_refusing = False
             self.handle = handle
         except BaseException:
             self.pause()

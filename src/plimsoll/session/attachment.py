@@ -37,7 +37,7 @@ from plimsoll.artifacts.receipt import RegionOutcome
 from plimsoll.artifacts.training_figures import ShowsFigures, TrainingFigures
 from plimsoll.engine.apply import RemovedAtEnd
 from plimsoll.engine.capturing import WARM_UP, is_capturing, refuse_capture
-from plimsoll.errors import BudgetBelowFloor, InvalidBatch, PlimsollError
+from plimsoll.errors import BudgetBelowFloor, InvalidBatch, PlanMismatch, PlimsollError
 from plimsoll.session.account import MemoryAccount, PlanRoom, planned_state_bytes, predicted_before_optimizer
 from plimsoll.session.agreement import Agreement
 from plimsoll.session.batch_shapes import Shapes, covers
@@ -65,14 +65,15 @@ from plimsoll.session.retry import Retry, floor_of
 from plimsoll.session.shapes import ShapePlans, can_follow_shapes
 from plimsoll.session.situations import MeteredSituations, Situation, planned_situation
 from plimsoll.session.states import TABLE, State, TrainingEvent
+from plimsoll.session.step_context import ContextWatch
 from plimsoll.session.step_levels import is_more
 from plimsoll.session.step_planner import StepPlanner, first_planner
-from plimsoll.session.step_watch import StepWatch
+from plimsoll.session.step_watch import StepWatch, watchers
 from plimsoll.session.task import TrainingTask, task_of_call
 from plimsoll.tracing.compiled.units import Unit
 from plimsoll.tracing.ddp import inner_module, is_without_reduction
 from plimsoll.tracing.fsdp2 import every_gradient, every_parameter
-from plimsoll.tracing.meters.memory import storage_bytes
+from plimsoll.tracing.meters.memory import free_bytes, storage_bytes
 from plimsoll.tracing.recorder.calling import output_tensors
 from plimsoll.tracing.refusals import BackwardFailed
 from plimsoll.tracing.torch_internals import is_profiled
@@ -85,6 +86,8 @@ _MOST_TRIES = 3
 """If this many first steps fail, or run under the user's profiler, make the plan without a measurement. If backward fails in
 more traces than that, give up.
 """
+_SURE = 1.01
+"""If the upper bound of a measured peak is at most this multiple of its lower bound, a refusal names the upper bound."""
 _FIRST_CALLS = 3
 """What the loop holds in these calls is not subtracted from the budget. The measured first steps contain it already, or it is a
 record (outputs for a metric), which can only be recognized when it has grown in two steps.
@@ -168,6 +171,10 @@ class Attachment(ShowsFigures, RemovedAtEnd):
     ) -> None:
         self.model, self.agreement = model, agreement
         self._progress = progress
+        self.measures_before_refusing = True
+        """Whether a budget below the lowest traced peak is refused only after the loop's own step was measured. A trainer that
+        tries a smaller batch after a refusal needs it before the first step has changed anything.
+        """
         self._unannounced_steps: int | None = 0
         """How many steps have ended under a plan for the budget without a line about it; None once the line was written."""
         self.repeats_collectives = COLLECTIVES in options.allow
@@ -187,6 +194,7 @@ class Attachment(ShowsFigures, RemovedAtEnd):
         self._steps = StepWatch(self._source.watched, self._before_call, self._step_ended)
         self._work.on_larger_calls = self._steps.larger_call
         self._watch = OptimizerWatch(optimized_parameters(model), after_step=self._optimizer_stepped)
+        self._context = ContextWatch(inner_module(model), None)
 
     # What a user sees
 
@@ -266,7 +274,7 @@ class Attachment(ShowsFigures, RemovedAtEnd):
     def remove(self) -> None:
         """Stop managing the model: remove the plan and all hooks. Calling it twice does no harm."""
         self._steps.end_step()
-        for each in (self._steps, self._watch, self._work, self._source):
+        for each in (self._steps, self._watch, self._work, self._source, self._context):
             each.remove()
         if self.state is State.MEASURING:
             self.state = State.UNTRACED
@@ -404,6 +412,8 @@ class Attachment(ShowsFigures, RemovedAtEnd):
         """The shapes that the current plan was last chosen for."""
         self._tries, self._carried = 0, Carried()
         """How many steps were begun in order to measure them at the lowest peak, and what the loop carries between them."""
+        self._is_over = False
+        """Whether these steps exceed the budget, because no plan is below it and a refusal needs their measurement."""
         self._tried_bytes = self._tried_rest_bytes = 0
         """The highest peak of these steps, and their highest peak after backward, on the rank where it was highest."""
         self._is_mixed = False
@@ -506,8 +516,9 @@ class Attachment(ShowsFigures, RemovedAtEnd):
                 self._traced = dataclasses.replace(traced, planner=self._traced.planner)
                 return
             planner.wait_for(1 if self._traced is None else self._traced.planner.in_flight)
-            lowest = planner.lowest_allowed(task.step, error_scale)
-            self._log_trial(planner, task, "the plan with the lowest peak")
+            lowest = self._lowest_to_measure(planner, task, error_scale)
+            if not self._is_over:
+                self._log_trial(planner, task, "the plan with the lowest peak")
         self._traced = traced
         if self._work.has_moved():
             self._work.remove()
@@ -516,6 +527,29 @@ class Attachment(ShowsFigures, RemovedAtEnd):
         self._tried_bytes = self._tried_rest_bytes = 0
         self._progress("measuring the first step", 0.6)
         self._measure(call)
+
+    def _lowest_to_measure(self, planner: StepPlanner, task: TrainingTask, error_scale: float) -> Plan:
+        """Return the plan with the lowest peak for the first step.
+
+        If its peak exceeds the budget, the step runs all the same if the device has room for it. Its measurement contains what
+        the trace does not: the loop's loss, existing gradients, the optimizer. So one refusal can name a budget that works. A
+        loop with a loss outside of the model and accumulation was refused three times before, each time with a higher budget.
+
+        Raises:
+            BudgetBelowFloor: the peak exceeds the budget, and the device may be too small for the step.
+        """
+        self._is_over = False
+        try:
+            return planner.lowest_allowed(task.step, error_scale)
+        except BudgetBelowFloor as error:
+            lowest = planner.lowest_for_now(error_scale)
+            has_room = free_bytes(self._steps.device) >= 2 * planner.own(lowest).predicted_peak_bytes
+            if not self.agreement.every("room for a step", holds=self.measures_before_refusing and has_room):
+                raise
+            # Its frames hold the tensors of a trial, which the measured step would count.
+            error.__context__ = error.with_traceback(None).__cause__ = None
+            self._is_over = True
+            return lowest
 
     def _is_enough_for(self, traced: FirstStep, earlier: FirstStep) -> bool:
         """Return True if the current plan can stay. On each rank, the traced step must need at most as much memory as the step
@@ -613,7 +647,7 @@ class Attachment(ShowsFigures, RemovedAtEnd):
         measured, self._steps.measured = self._steps.measured, None
         assert lowest is not None
         assert planner.budget_bytes is not None
-        if measured is not None:
+        if measured is not None and not self._is_over:
             peak_bytes = max(measured.step_peak_bytes, measured.optimizer_peak_bytes) + self._watch.bytes_before
             if peak_bytes > planner.budget_bytes:
                 why = "this step was traced and recorded before Plimsoll had measured a whole step"
@@ -656,12 +690,15 @@ class Attachment(ShowsFigures, RemovedAtEnd):
             # refused below a budget above its unmanaged peak.
             if most_bytes > floor_bytes and self._tries < _MOST_TRIES:
                 return
-            raise planner.refusal(lowest, most_bytes if self._tries == 1 else self._tried_bytes, is_optimizer=True)
+            is_optimizer = self._tried_rest_bytes >= floor_bytes or not self._is_over
+            raise planner.refusal(lowest, self._refused_bytes(most_bytes), is_optimizer=is_optimizer)
         try:
             plan = self._confirmed(traced, task)
         except BudgetBelowFloor as error:
             if floor_bytes > planner.budget_bytes:
-                raise planner.refusal(lowest, most_bytes) from error
+                if self._is_over and most_bytes > _SURE * floor_bytes and self._tries < _MOST_TRIES:
+                    return  # measure a step that begins with what this one left behind, instead of adding these bytes
+                raise planner.refusal(lowest, self._refused_bytes(most_bytes)) from error
             if most_bytes > planner.budget_bytes and self._tries < _MOST_TRIES:
                 # `most_bytes` is an estimate: this step recorded the plan, and began without what it left behind. Measure a
                 # step that begins with those bytes and does not record.
@@ -675,6 +712,15 @@ class Attachment(ShowsFigures, RemovedAtEnd):
         # Ranks that share one plan do not watch the device: to change the plan, they would exchange messages in every step.
         if self._has_ladder or self.agreement.size == 1:
             self._pressure.watch(self._steps.device, self._steps.beside_bytes or 0)
+
+    def _refused_bytes(self, most_bytes: int) -> int:
+        """Return the budget that a refusal names after steps were measured. ``most_bytes`` is the upper bound of the last one.
+
+        If the steps exceeded the budget, a hundredth is added: the first steps under the named budget are traced for it and may
+        differ by some KiB (0.4% of a model of 1.7 MiB).
+        """
+        bytes_ = most_bytes if self._tries == 1 else self._tried_bytes
+        return bytes_ + bytes_ // 100 if self._is_over else bytes_
 
     def _run_from_now_on(self, traced: FirstStep, plan: Plan) -> None:
         """Apply the first plan for the budget. If there is a ladder (plans with falling peaks), begin it with this plan, and
@@ -1100,3 +1146,14 @@ class Attachment(ShowsFigures, RemovedAtEnd):
                 f"{error.found}\n  why   {error.why}\n  next  this step is not planned for; the next one is tried again"
             )
             raise _RaisedByModel(None) from None
+
+
+def refuse_attached(model: nn.Module) -> None:
+    """Raise an error if ``plimsoll.attach`` manages the model or a part of it, also before its first plan exists."""
+    for name, module in model.named_modules():
+        if any(isinstance(runner, Attachment) for runner in watchers(module)):
+            raise PlanMismatch(
+                f"plimsoll.attach already manages {name or type(model).__name__}.",
+                why="attach makes and applies plans by itself, and two plans cannot decide about the same tensors",
+                next="call remove() on the handle of plimsoll.attach before plimsoll.apply, or do not apply a plan",
+            )

@@ -17,13 +17,16 @@ from plimsoll.artifacts.store import load_plan
 from plimsoll.engine.apply import Handle
 from plimsoll.session.agreement import agreement_for, described
 from plimsoll.session.applied_budget import BudgetWatch
+from plimsoll.session.attachment import refuse_attached
 from plimsoll.session.compiled import compiled_planner, plans_compiled
 from plimsoll.session.manage import check_plan, manage_together, refuse_other_model, warn_of_other_device
 from plimsoll.session.options import Budget, PlanOptions
 from plimsoll.session.rendezvous.exchange import TIMEOUT_SECONDS
 from plimsoll.session.retry import AppliedPlan, can_retry
+from plimsoll.session.step_context import ContextWatch
 from plimsoll.session.step_planner import eager_planner
 from plimsoll.session.task import TrainingTask, check_module
+from plimsoll.tracing.ddp import inner_module
 from plimsoll.tracing.recorder.calling import Loss
 from plimsoll.units import check_count
 
@@ -165,7 +168,8 @@ def apply(
         A handle; also a context manager.
 
     Raises:
-        PlanMismatch: the plan was made for another model (both fingerprints are shown), or a plan is applied already.
+        PlanMismatch: the plan was made for another model (both fingerprints are shown), or a plan is applied already, or the
+            model has a budget by ``plimsoll.attach``.
         PlanNotUsable: ``plan`` is not a plan, or its status says that there is nothing to apply.
         InvalidModel: torch.compile compiles the model, or every region that the plan manages.
         InvalidOption: ``sentinel_every`` below 1, or ``verify_every`` below 0.
@@ -184,7 +188,9 @@ def apply(
         refuse_other_model(model, plan)
         warn_of_other_device(model, plan)
         agreement.same_plan(plan)
+        refuse_attached(model)
         handle = manage_together(agreement, model, plan, sentinel_every=sentinel_every, verify_every=verify_every)
+        handle.remove_with_me(ContextWatch(inner_module(model), plan.signature))
         budget_bytes = plan.budget_bytes_of_ranks.get(str(agreement.rank), plan.budget_bytes)
         if budget_bytes is not None:
             watch = BudgetWatch(model, handle, plan, budget_bytes)

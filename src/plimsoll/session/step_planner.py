@@ -382,7 +382,7 @@ class StepPlanner:
             is_optimizer: the peak is after backward, mostly in the optimizer's step.
         """
         assert self.budget_bytes is not None
-        solver = self._solver  # with several ranks, only one of them solves
+        solver = self._planner if self._agreement.size == 1 else self._solver  # of several ranks only one solves
         excess_bytes = max(0, floor_bytes - lowest.peak.bytes)
         if is_optimizer:
             others = None if solver is None else solver.other_budgets(least_bytes=floor_bytes)
