@@ -431,7 +431,7 @@ class Planner:
         }
         rows = {point.peak_bytes for point in OtherBudgets.of(list(points.values()), self.baseline.seconds).points}
         above = self.baseline
-        for each in reversed(best):  # a change is told against the row above in the table of other budgets
+        for each in reversed(best):  # each change is compared with the row above in the table of other budgets
             change = describe_largest_change(above, each)
             points[each.peak_bytes] = msgspec.structs.replace(points[each.peak_bytes], change=change)
             above = each if each.peak_bytes in rows else above

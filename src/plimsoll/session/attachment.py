@@ -228,7 +228,7 @@ class Attachment(ShowsFigures, RemovedAtEnd):
     @property
     def figures(self) -> TrainingFigures | None:
         """The figures of the training under its current plan, or ``None`` before the plan for the budget is made. The bytes
-        that the loop's own step was measured to need beside the traced step are added.
+        that the loop's own step was measured to need in addition to the traced step are added.
         """
         if self.state is not State.RUNNING:
             return None

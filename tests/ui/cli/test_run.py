@@ -52,9 +52,9 @@ def test_the_environment_variable_counts_only_for_plimsoll_run(tmp_path: Path):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("train.py",), "plimsoll run has no budget"),
+        (("train.py",), "plimsoll run needs a budget"),
         (("train.py", "--budget", "3G"), "InvalidBudget"),
-        (("missing.py", "--budget", "1GiB"), "There is no file missing.py"),
+        (("missing.py", "--budget", "1GiB"), "The file missing.py does not exist"),
     ],
 )
 def test_what_cannot_run_is_refused_before_the_script_begins(tmp_path: Path, arguments: tuple[str, ...], words: str):

@@ -65,14 +65,14 @@ def _check(script: str, budget: str | None, *, is_module: bool) -> None:
 
     if not budget:
         raise InvalidBudget(
-            "plimsoll run has no budget.",
+            "plimsoll run needs a budget.",
             why=f"neither --budget nor the environment variable {ENVIRONMENT} says how much memory a training step may take",
             next=f"plimsoll run {script} --budget 70GiB, or --budget auto for the whole device",
         )
     Budget.required(budget)
     if not is_module and not Path(script).is_file():
         raise InvalidTarget(
-            f"There is no file {script}.",
+            f"The file {script} does not exist.",
             why="plimsoll run starts a Python file, as python does",
             next="check the path, or name a module with plimsoll run -m",
         )
