@@ -86,6 +86,8 @@ _MOST_TRIES = 3
 """If this many first steps fail, or run under the user's profiler, make the plan without a measurement. If backward fails in
 more traces than that, give up.
 """
+_MOST_OVER = 2
+"""How many steps over the budget are measured before it is refused."""
 _SURE = 1.01
 """If the upper bound of a measured peak is at most this multiple of its lower bound, a refusal names the upper bound."""
 _FIRST_CALLS = 3
@@ -544,7 +546,9 @@ class Attachment(ShowsFigures, RemovedAtEnd):
         except BudgetBelowFloor as error:
             lowest = planner.lowest_for_now(error_scale)
             has_room = free_bytes(self._steps.device) >= 2 * planner.own(lowest).predicted_peak_bytes
-            if not self.agreement.every("room for a step", holds=self.measures_before_refusing and has_room):
+            # While a plan for the budget runs, that plan stays in force after a refusal.
+            may_exceed = self.measures_before_refusing and self.state is not State.RUNNING
+            if not self.agreement.every("room for a step", holds=may_exceed and has_room):
                 raise
             # Its frames hold the tensors of a trial, which the measured step would count.
             error.__context__ = error.with_traceback(None).__cause__ = None
@@ -688,7 +692,7 @@ class Attachment(ShowsFigures, RemovedAtEnd):
         if self._tried_rest_bytes > planner.budget_bytes:
             # What the step has left behind may be freed before the next peak, so measure the next step too. A MAML loop was
             # refused below a budget above its unmanaged peak.
-            if most_bytes > floor_bytes and self._tries < _MOST_TRIES:
+            if most_bytes > floor_bytes and self._tries < (_MOST_OVER if self._is_over else _MOST_TRIES):
                 return
             is_optimizer = self._tried_rest_bytes >= floor_bytes or not self._is_over
             raise planner.refusal(lowest, self._refused_bytes(most_bytes), is_optimizer=is_optimizer)
@@ -696,7 +700,7 @@ class Attachment(ShowsFigures, RemovedAtEnd):
             plan = self._confirmed(traced, task)
         except BudgetBelowFloor as error:
             if floor_bytes > planner.budget_bytes:
-                if self._is_over and most_bytes > _SURE * floor_bytes and self._tries < _MOST_TRIES:
+                if self._is_over and most_bytes > _SURE * floor_bytes and self._tries < _MOST_OVER:
                     return  # measure a step that begins with what this one left behind, instead of adding these bytes
                 raise planner.refusal(lowest, self._refused_bytes(most_bytes)) from error
             if most_bytes > planner.budget_bytes and self._tries < _MOST_TRIES:
