@@ -331,10 +331,10 @@ def main() -> int:
 
 _LEGEND = (
     "*Floor*: the smallest budget that a refusal names, which a measured step keeps to. *By hand*: every block under "
-    "torch.utils.checkpoint, its MLP in rows / 128 shards (ALST's default). The plan has that step's peak as its budget, or its "
-    "own floor where that is higher. Times are medians of paired steps in processor time, as shares of the unmanaged step; other "
-    "work ran on the machine. *Worst ratio of errors*: the largest error of a gradient tensor against float64, as a multiple of "
-    "the plain step's own (1.5 is allowed)."
+    "torch.utils.checkpoint, its MLP in rows / 128 shards (ALST's default). The plan has that step's peak as its budget, or "
+    "its own floor where that is higher. Times are medians of paired steps in processor time, as shares of the unmanaged step; "
+    "other work ran on the machine. *Worst ratio of errors*: the largest error of a gradient tensor against float64, as a "
+    "multiple of the plain step's own (1.5 is allowed)."
 )
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from plimsoll.errors import PlimsollError
     from plimsoll.estimator.estimate import estimate
     from plimsoll.estimator.fit.fit import fit
+    from plimsoll.integrations.callback import PlimsollCallback as PlimsollCallback
     from plimsoll.session.attach import attach
     from plimsoll.session.plan import apply, load, plan
     from plimsoll.ui.html.page import report
@@ -78,6 +79,20 @@ def _text_of(artifact: object, *, with_details: bool = False) -> str:
     return render_plain(view(artifact), with_details=with_details)
 
 
+def _summary_of(artifact: object) -> str:
+    from plimsoll.ui.plain import summarize
+    from plimsoll.ui.views import view
+
+    return summarize(view(artifact))
+
+
+def _html_of(artifact: object | None, *, text: str = "") -> str:
+    from plimsoll.ui.html.notebook import render_notebook
+    from plimsoll.ui.views import view
+
+    return render_notebook(None if artifact is None else view(artifact), text=text)
+
+
 def _policy_text() -> str:
     from importlib import resources
 
@@ -85,6 +100,8 @@ def _policy_text() -> str:
 
 
 ArtifactBase.render = staticmethod(_text_of)
+ArtifactBase.summarize = staticmethod(_summary_of)
+ArtifactBase.to_html = staticmethod(_html_of)
 ArtifactBase.policy_text = staticmethod(_policy_text)
 
 
@@ -93,10 +110,12 @@ def __getattr__(name: str) -> object:
 
     if name == "distributed":
         return import_module("plimsoll.distributed")
+    if name == "PlimsollCallback":  # not in __all__: it is for frameworks that may not be installed
+        return import_module("plimsoll.integrations.callback").PlimsollCallback
     if name not in _HOMES:
         raise AttributeError(f"module 'plimsoll' has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)
 
 
 def __dir__() -> list[str]:
-    return sorted([*__all__, "__version__"])
+    return sorted([*__all__, "PlimsollCallback", "__version__"])

@@ -43,6 +43,8 @@ Each error says what was found, why, and what to do next. Other warnings are pla
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class PlimsollError(Exception):
     """Base class of all errors that Plimsoll raises for users.
@@ -75,9 +77,19 @@ class InvalidBudget(PlimsollError):
 
 
 class BudgetBelowFloor(PlimsollError):
-    """The budget is below the smallest peak that any plan reaches."""
+    """The budget is below the smallest peak that any plan reaches.
+
+    ``others`` has the lines of a table that says what other budgets cost. It is empty if no plan was made.
+    """
 
     exit_code = 3
+
+    def __init__(self, found: str, *, why: str, next: str, others: Sequence[str] = ()) -> None:  # noqa: A002 - as above
+        super().__init__(found, why=why, next=next)
+        self.others = tuple(others)
+
+    def __str__(self) -> str:
+        return "\n".join([super().__str__(), *(f"  {line}" for line in self.others)])
 
 
 class BudgetAboveDevice(PlimsollError):

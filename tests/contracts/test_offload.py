@@ -72,6 +72,19 @@ def budgeted(device, offload):
     )
 
 
+def test_offloaded_inputs_leave_the_device_and_everything_else_is_recomputed(device):
+    plan = plimsoll.plan(build(device), rows(device), loss=steps.mean_square, strategy="offload-inputs")
+    full = plimsoll.plan(build(device), rows(device), loss=steps.mean_square, strategy="full")
+
+    receipt = plimsoll.verify(build(device), rows(device), plan, loss=steps.mean_square, steps=1)
+
+    *sent, last = [region.packed.keys() for region in plan.regions]
+    assert sent == [{"input:0"}, {"input:0"}]
+    assert not last
+    assert [region.dropped for region in plan.regions] == [region.dropped for region in full.regions]
+    assert receipt.exit_code == 0
+
+
 class Trainer:
     """A model, its optimizer, and steps of both."""
 

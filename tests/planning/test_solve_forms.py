@@ -210,21 +210,6 @@ def test_transfers_cost_what_the_neighbours_compute_does_not_hide(bytes_per_seco
     assert plan.offloaded_bytes == 200
 
 
-def test_offloaded_inputs_cross_the_link_and_all_else_is_recomputed() -> None:
-    trace, costs = window_step().finish()
-    link = LinkCost(name="host", out_bytes_per_second=50.0, in_bytes_per_second=50.0)
-    offers = forms_for(trace, {"input:0": [offloaded(1)]}, link=link)
-    made = Planner(StepIndex(trace, costs, offers))
-
-    plan = solve(made, budget_bytes=None, strategy="offload-inputs")
-    full = solve(made, budget_bytes=None, strategy="full")
-
-    sent = [[decision.value for decision in region.decisions if decision.form] for region in plan.regions]
-    assert sent == [["input:0"], ["input:0"], []]
-    assert [region.dropped for region in plan.regions] == [region.dropped for region in full.regions]
-    assert plan.predicted_peak_bytes <= full.predicted_peak_bytes
-
-
 @pytest.mark.parametrize(
     ("strategy", "forms"),
     [("int8", {"int8", "bits"}), ("int4", {"int4", "bits"}), ("offload", {"host"}), ("hybrid:2,2", {"int8", "bits"})],

@@ -525,7 +525,7 @@ def test_vectors_of_a_running_step_of_lbfgs_are_counted_once():
     _, expected = with_lbfgs(None)
     with pytest.raises(BudgetBelowFloor) as refused:
         with_lbfgs(MIB)
-    (floor, _) = re.findall(r'budget="([\d.]+)MiB"', str(refused.value))
+    [floor] = re.findall(r'budget="([\d.]+)MiB"', str(refused.value))
     budget = int(1.01 * float(floor) * MIB)
     peaks, weights = with_lbfgs(budget)
     assert all(map(torch.equal, expected, weights))

@@ -49,6 +49,7 @@ class Training:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
         self.before_attach()
         self.attachment: Any = plimsoll.attach(self.model, budget, verify_every=0, **options)
+        self.attachment.measures_before_refusing = budget != NONE  # that one is refused in the first call
 
     def before_attach(self) -> None:
         """What a subclass does to the model first."""

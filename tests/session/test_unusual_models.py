@@ -334,7 +334,7 @@ def test_a_budget_below_the_floor_is_refused_where_gradients_of_intermediates_ar
     model, batch = Probed(), torch.randn(ROWS, WIDTH)
 
     def loop() -> None:
-        for _ in range(3):
+        for _ in range(5):  # gradients accumulate, and a refusal waits until two such steps were measured
             model(batch)
             for each in model.inside:
                 each.retain_grad()

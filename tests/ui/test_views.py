@@ -142,7 +142,7 @@ def test_a_plan_explains_every_value():
     assert "recompute costs 0.1 ms/MiB, memory is worth 0.3 ms/MiB here" in text
     assert "(3 with the same decisions, figures for one)" in text
     assert "Without a plan the peak is 100.0 MiB, in forward of the loss" in text
-    assert "Predicted cost of other budgets" in text
+    assert "What other budgets cost" in text
     assert "attn.out" not in str(make_plan())
     assert "but not the peak" in make_plan(predicted_peak_bytes=100 * 2**20).explain()
 

@@ -45,6 +45,12 @@ class TextRenderer(Protocol):
     def __call__(self, artifact: object, *, with_details: bool = False) -> str: ...
 
 
+class HtmlRenderer(Protocol):
+    """A function that returns an artifact as HTML for a notebook. ``text`` is shown above it, and alone if it is ``None``."""
+
+    def __call__(self, artifact: object | None, *, text: str = "") -> str: ...
+
+
 class ArtifactBase:
     """Base class of artifacts: results that can be saved and shown, such as plans and receipts.
 
@@ -59,6 +65,10 @@ class ArtifactBase:
     """Number of the schema that this version of Plimsoll writes. It is also the newest schema that this version reads."""
     render: ClassVar[TextRenderer]
     """The function that returns an artifact as text. The package's ``__init__`` sets it; its first call imports the views."""
+    summarize: ClassVar[Callable[[object], str]]
+    """The function that returns an artifact as text of a few lines. The package's ``__init__`` sets it."""
+    to_html: ClassVar[HtmlRenderer]
+    """The function that returns an artifact as HTML for a notebook. The package's ``__init__`` sets it."""
     policy_text: ClassVar[Callable[[], str]]
     """A function that returns the source of the selective-checkpointing policy: ``Plan.export`` writes decisions into this
     text. The package's ``__init__`` sets this function too."""
@@ -79,6 +89,13 @@ class ArtifactBase:
 
     def __str__(self) -> str:
         return ArtifactBase.render(self)
+
+    def __repr__(self) -> str:
+        return ArtifactBase.summarize(self)
+
+    def _repr_html_(self) -> str:
+        """Return the artifact as HTML, for notebooks."""
+        return ArtifactBase.to_html(self)
 
 
 def to_json(artifact: ArtifactBase) -> str:

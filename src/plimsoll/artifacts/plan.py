@@ -209,10 +209,15 @@ class TimelinePoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FrontierPoint(msgspec.Struct, frozen=True, kw_only=True):
-    """Data: one point of the trade-off between memory and time: a peak in bytes, and the least step time for this peak."""
+    """Data: one point of the trade-off between memory and time: a peak in bytes, and the least step time for this peak.
+
+    ``change`` names the largest group of values that are dropped or packed here, but not at the next larger peak in the table
+    of other budgets (``recompute gelu#0 in 2 more blocks, 8.0 MiB``). It is empty if there is none, and in older plans.
+    """
 
     peak_bytes: int
     step_seconds: float
+    change: str = ""
 
 
 class CompiledUnit(msgspec.Struct, frozen=True, kw_only=True):
@@ -256,9 +261,10 @@ class Plan(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
     """
 
     KIND: ClassVar[str] = "plan"
-    SCHEMA_VERSION: ClassVar[int] = 3
+    SCHEMA_VERSION: ClassVar[int] = 4
     """Schema 2 added the price of regions and the seconds of timeline points. Schema 3 added the bytes of the unmanaged step to
-    timeline points. In older files these fields are ``None``."""
+    timeline points. In older files these fields are ``None``. Schema 4 added the change to points of the frontier; in older
+    files it is empty."""
 
     schema_version: int = SCHEMA_VERSION
     status: Status

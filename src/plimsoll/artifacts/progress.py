@@ -1,8 +1,15 @@
-"""Progress of a long call: the type of the callback that functions such as ``plimsoll.plan`` accept, and two helpers."""
+"""Progress of a long call: the type of the callback that functions such as ``plimsoll.plan`` accept, and a bar."""
 
 from __future__ import annotations
 
-from typing import Protocol
+import os
+import sys
+from typing import Literal, Protocol
+
+from plimsoll.errors import InvalidOption
+
+_BAR_COLUMNS = 30
+_CLEAR_LINE = "\r\x1b[2K"
 
 
 class Progress(Protocol):
@@ -28,3 +35,35 @@ def part_of(report: Progress, start: float, end: float) -> Progress:
         solving 0.75
     """
     return lambda stage, share: report(stage, start + (end - start) * share)
+
+
+def bar(stage: str, share: float) -> None:
+    """Show a report as one line on stderr that the next report replaces. At share 1 the line disappears.
+
+    Nothing is written if stderr is not a terminal, and on other ranks than the first.
+    """
+    if not sys.stderr.isatty() or os.environ.get("RANK", "0") != "0":
+        return
+    done = round(_BAR_COLUMNS * share)
+    line = "" if share >= 1 else f"plimsoll {'━' * done}{'─' * (_BAR_COLUMNS - done)} {share:4.0%} {stage}"
+    sys.stderr.write(_CLEAR_LINE + line)
+    sys.stderr.flush()
+
+
+def read_progress(progress: Progress | Literal["bar"] | None) -> Progress:
+    """Return the callback for the argument ``progress`` of a public function.
+
+    Raises:
+        InvalidOption: it is neither a function, nor ``"bar"``, nor ``None``.
+    """
+    if progress is None:
+        return silent
+    if progress == "bar":
+        return bar
+    if callable(progress):
+        return progress
+    raise InvalidOption(
+        f"progress={progress!r} is not a function.",
+        why="a progress callback receives the stage as text and the share done from 0 to 1",
+        next='pass a function of these two arguments, or progress="bar" for a bar on the terminal',
+    )

@@ -11,10 +11,12 @@ outside every region (the loss, the head), because plans never change them.
 from __future__ import annotations
 
 import enum
+import html
 
 import msgspec
 
 from plimsoll.artifacts.region import RegionGraph
+from plimsoll.units import format_bytes
 
 SCHEMA_VERSION = 1
 
@@ -168,6 +170,18 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True):
     """The model's parameters, each once, in the order of ``named_parameters``; empty in traces of older versions."""
     written_buffers: tuple[str, ...] = ()
     """Names of the buffers that forward or backward writes to."""
+
+    def __repr__(self) -> str:
+        kept_bytes = sum(storage.bytes for storage in self.storages)
+        return (
+            f"Trace of {self.model} on {self.device}{' (fake)' if self.is_fake else ''}\n  batch {self.signature}\n"
+            f"  {len(self.ops)} ops, {len(self.regions)} region calls, {len(self.storages)} storages of "
+            f"{format_bytes(kept_bytes)} in all"
+        )
+
+    def _repr_html_(self) -> str:
+        """Return the trace as HTML, for notebooks."""
+        return f"<pre>{html.escape(repr(self))}</pre>"
 
     @property
     def written(self) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ from plimsoll.artifacts.decision import Decision, Engine
 from plimsoll.artifacts.fault import Fault
 from plimsoll.artifacts.plan import COLLECTIVES, Plan, RegionPlan, hiding
 from plimsoll.artifacts.receipt import RegionOutcome
+from plimsoll.artifacts.training_figures import ShowsFigures, TrainingFigures
 from plimsoll.engine.copies import ModelHook
 from plimsoll.engine.inspection import Inspector
 from plimsoll.engine.larger_calls import Listener
@@ -62,7 +63,7 @@ class RemovedAtEnd(abc.ABC):
         self.remove()
 
 
-class Handle(RemovedAtEnd):
+class Handle(ShowsFigures, RemovedAtEnd):
     """The handle of a plan that is applied to a model; ``plimsoll.apply`` returns it. Use it as a context manager, or call
     ``remove`` to take the plan off the model.
 
@@ -97,6 +98,7 @@ class Handle(RemovedAtEnd):
         self._shared = shared
         self._tiles = Tiles(model, plan.tiles)
         self._retry: Callable[..., Any] | None = None
+        self._peak_bytes: Callable[[], int] = lambda: 0
         self._root_hooks: list[Any] = []
         self._others: list[Removable] = []
         self._begin(plan)
@@ -253,6 +255,22 @@ class Handle(RemovedAtEnd):
     def retry_with(self, retry: Callable[..., Any]) -> None:
         """Run steps through the function ``retry`` from now on. `step` calls it with the step's function and arguments."""
         self._retry = retry
+
+    def measure_with(self, peak_bytes: Callable[[], int]) -> None:
+        """Read the highest measured peak of the training's steps from this function from now on, for `figures`."""
+        self._peak_bytes = peak_bytes
+
+    @property
+    def figures(self) -> TrainingFigures:
+        """The figures of the training under this plan. The measured peak is 0 if the plan was made without a budget."""
+        return TrainingFigures.of(self._plan, measured_peak_bytes=self._peak_bytes())
+
+    def headline(self) -> str:
+        """Return one line that names the model and the plan."""
+        return f"plimsoll.apply({type(self.model).__name__}, plan {self._plan.strategy!r})"
+
+    def _shown_plan(self) -> Plan:
+        return self._plan
 
     def on_larger_calls(self, listener: Listener) -> None:
         """Set a listener, a function that is called before a region runs with larger inputs than in any earlier call, or before

@@ -1,7 +1,7 @@
 """Trains under a budget inside a training framework: the code that all PyTorch integrations share.
 
 An integration finds the trained model and reports when training begins and ends. This module does the rest: it refuses untested
-versions, switches the framework's own checkpointing off, logs one line and figures for the framework's log, and restores
+versions, switches the framework's own checkpointing off, makes figures for the framework's log, and restores
 everything afterwards.
 """
 
@@ -24,12 +24,10 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
 from torch.torch_version import TorchVersion
 
-from plimsoll.artifacts.plan import Plan
 from plimsoll.errors import BudgetBelowFloor, InvalidModel, InvalidOption, UnsupportedFramework
 from plimsoll.session.attach import attach
 from plimsoll.session.attachment import Attachment
 from plimsoll.session.options import Budget
-from plimsoll.session.shapes import told
 from plimsoll.tracing.meters.memory import storage_bytes
 from plimsoll.tracing.zero import engine_of, inside_engine
 from plimsoll.units import format_bytes, parse_bytes
@@ -125,7 +123,6 @@ class BudgetedTraining:
         self._log = log
         self._undo, self._undo_work = contextlib.ExitStack(), contextlib.ExitStack()
         self.is_at_work = False
-        self._has_told = False
         self._beside_bytes = 0
         self._owner: Callable[[], object] = _nobody
 
@@ -189,12 +186,13 @@ class BudgetedTraining:
             if handle.is_compiled and not takes_compiled:
                 handle.remove()
                 raise _compiled(model)
+            handle.measures_before_refusing = False
             self.handle = handle
         except BaseException:
             self.pause()
             raise
         self._undo_work.callback(self.handle.remove)
-        self.is_at_work, self._has_told = True, False
+        self.is_at_work = True
 
     def _budget_beside(self) -> int:
         """Return the budget in bytes minus the bytes of the other models on the device."""
@@ -239,36 +237,18 @@ class BudgetedTraining:
         self._undo.close()
         self._owner = _nobody
 
-    def tell(self) -> None:
-        """Write one line about the plan to the framework's log, as soon as the plan exists. Integrations call this method after
-        each step.
-        """
-        plan = self._plan
-        if plan is not None and not self._has_told:
-            self._has_told = True
-            self._log.info("Plimsoll: %s", told(plan, 0))
-
     def figures(self) -> dict[str, float]:
-        """Return figures for the framework's own log, by name: budget, planned and measured bytes, and the plan's extra time as
-        a share.
+        """Return figures for the framework's own log, by name: those of ``handle.metrics()``, with the bytes of other models in
+        budget and peaks.
 
         The result is empty before the plan exists.
         """
-        plan = self._plan
-        if self.handle is None or plan is None:
-            return {}
-        peak_bytes = self.handle.peak_bytes
+        found = {} if self.handle is None else self.handle.metrics()
+        # A peak of 0 was not measured yet.
         return {
-            "plimsoll/budget_bytes": (plan.budget_bytes or 0) + self._beside_bytes,
-            "plimsoll/planned_peak_bytes": plan.predicted_peak_bytes + self._beside_bytes,
-            "plimsoll/measured_peak_bytes": peak_bytes and peak_bytes + self._beside_bytes,
-            "plimsoll/overhead": plan.predicted_overhead,
+            name: value + self._beside_bytes if name.endswith("_bytes") and value else value
+            for name, value in found.items()
         }
-
-    @property
-    def _plan(self) -> Plan | None:
-        """The plan for the budget, or ``None`` before the plan is made."""
-        return None if self.handle is None or self.handle.is_calibrating else self.handle.plan
 
 
 def _nobody() -> None:

@@ -89,8 +89,7 @@ class PlimsollCallback(_Callback):
         self._training.pause()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
-        """After each batch: log the plan once it exists, and log the planned and measured figures."""
-        self._training.tell()
+        """After each batch: log the planned and measured figures, once the plan exists."""
         if not trainer.barebones:
             pl_module.log_dict(self._training.figures())
 

@@ -68,12 +68,10 @@ class _Budgeted:
             [model], optimizers = trainer.model_parts, trainer.optimizers.optimizers
             self._training.begin(model, optimizers[0] if len(optimizers) == 1 else None)
         try:
-            result = step(*args, **kwargs)
+            return step(*args, **kwargs)
         except BaseException:
             self._training.end()
             raise
-        self._training.tell()
-        return result
 
     def _close(self, close: Callable[[], None]) -> None:
         self._training.end()

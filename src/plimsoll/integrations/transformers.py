@@ -80,10 +80,6 @@ class PlimsollCallback(TrainerCallback):
         replaced("log", functools.partial(self._log, trainer.log))
         replaced("training_step", functools.partial(self._step, trainer.training_step, args))
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """After each step: log the plan once it exists."""
-        self._training.tell()
-
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:

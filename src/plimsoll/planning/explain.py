@@ -10,6 +10,7 @@ import math
 
 from plimsoll.artifacts.decision import Decision
 from plimsoll.artifacts.naming import name_largest
+from plimsoll.artifacts.other_budgets import OtherBudgets
 from plimsoll.artifacts.plan import Peak
 from plimsoll.errors import BudgetBelowFloor, InvalidStrategy
 from plimsoll.planning.choice import Limits
@@ -31,6 +32,7 @@ def floor_error(
     *,
     chunked_bytes: int | None = None,
     accumulating_bytes: int = 0,
+    others: OtherBudgets | None = None,
 ) -> BudgetBelowFloor:
     """Return the error for a budget below the floor, the lowest peak of all plans. It names the tensors alive at the floor.
 
@@ -41,6 +43,7 @@ def floor_error(
         chunked_bytes: the same plan's peak with the loss computed in chunks; ``None`` if the model does not have a suitable
             head.
         accumulating_bytes: the peak measured while gradients of earlier micro-batches are present.
+        others: what other budgets cost.
     """
     floor_bytes = floor.bytes + excess_bytes
     chunked = ""
@@ -56,6 +59,7 @@ def floor_error(
         why=f"{name_holders(floor)} are alive together in {floor.moment}{measured}",
         next=f"{chunked}{budget_text(floor_bytes)} ({floor_bytes} bytes){accumulating}, or a smaller micro-batch, or fewer "
         "optimizer states",
+        others=() if others is None else others.lines(),
     )
 
 
@@ -158,13 +162,18 @@ def optimizer_floor_error(budget_bytes: int, floor_bytes: int, where: str = "") 
     )
 
 
-def after_backward_floor_error(budget_bytes: int, floor_bytes: int) -> BudgetBelowFloor:
-    """Return the error for a budget below the memory that was measured after backward, before the next forward."""
+def after_backward_floor_error(
+    budget_bytes: int, floor_bytes: int, others: OtherBudgets | None = None
+) -> BudgetBelowFloor:
+    """Return the error for a budget below the memory that was measured after backward, before the next forward. ``others`` says
+    what other budgets cost.
+    """
     return BudgetBelowFloor(
         f"budget {format_bytes(budget_bytes)} is below what a training step takes after backward, {format_bytes(floor_bytes)}.",
         why="parameters, gradients, the optimizer's step, and what the training loop makes until the next forward are alive "
         "together, and decisions about activations do not change that",
         next=f"{budget_text(floor_bytes)}, or an optimizer with less state, or foreach=False, or free tensors earlier",
+        others=() if others is None else others.lines(),
     )
 
 

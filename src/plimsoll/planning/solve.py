@@ -27,12 +27,13 @@ import numpy as np
 import numpy.typing as npt
 
 from plimsoll.artifacts.decision import Status
+from plimsoll.artifacts.other_budgets import OtherBudgets
 from plimsoll.artifacts.plan import FrontierPoint, Plan
 from plimsoll.planning.bounds import LowerBound
 from plimsoll.planning.choice import Choice, Limits
 from plimsoll.planning.choices import ChoiceSet, generate_choices
 from plimsoll.planning.decisions import write_plan
-from plimsoll.planning.describe import describe_peak
+from plimsoll.planning.describe import describe_largest_change, describe_peak
 from plimsoll.planning.explain import floor_error, limits_error, notes_about_forms, notes_about_peak, strategy_error
 from plimsoll.planning.integer_program import COARSE_GAP, EXACT_GAP, FINE_GAP, SMALL_COLUMNS, ChoiceProblem, Selection
 from plimsoll.planning.pins import Override, pin_choices, pin_values
@@ -96,7 +97,13 @@ def solve(
             floor_bytes = planner.floor.peak_bytes + excess_bytes
             raise strategy_error(strategy, budget_bytes, describe_peak(outcome.simulation), floor_bytes)
         chunked_bytes = peak_with_chunked_loss(planner.floor)
-        raise floor_error(budget_bytes, describe_peak(planner.floor), excess_bytes, chunked_bytes=chunked_bytes)
+        raise floor_error(
+            budget_bytes,
+            describe_peak(planner.floor),
+            excess_bytes,
+            chunked_bytes=chunked_bytes,
+            others=planner.other_budgets(excess_bytes),
+        )
     plan = _write(planner, outcome, budget_bytes, strategy, room_bytes, started)
     larger_bytes = spread_bytes(plan) if plan.status.is_usable and strategy == "auto" else 0
     if room_bytes is None or not larger_bytes or plan.predicted_peak_bytes + larger_bytes <= room_bytes:
@@ -415,11 +422,31 @@ class Planner:
 
         A plan is left out if another plan has a peak and seconds that are both at most as large.
         """
-        points: list[FrontierPoint] = []
+        best: list[Simulation] = []
         for simulation in sorted(self.ladder, key=lambda s: (s.peak_bytes, s.seconds)):
-            if not points or simulation.seconds < points[-1].step_seconds:
-                points.append(FrontierPoint(peak_bytes=simulation.peak_bytes, step_seconds=simulation.seconds))
-        return tuple(points)
+            if not best or simulation.seconds < best[-1].seconds:
+                best.append(simulation)
+        points = {
+            each.peak_bytes: FrontierPoint(peak_bytes=each.peak_bytes, step_seconds=each.seconds) for each in best
+        }
+        rows = {point.peak_bytes for point in OtherBudgets.of(list(points.values()), self.baseline.seconds).points}
+        above = self.baseline
+        for each in reversed(best):  # each change is compared with the row above in the table of other budgets
+            change = describe_largest_change(above, each)
+            points[each.peak_bytes] = msgspec.structs.replace(points[each.peak_bytes], change=change)
+            above = each if each.peak_bytes in rows else above
+        return tuple(points.values())
+
+    def other_budgets(self, excess_bytes: int = 0, *, least_bytes: int = 0) -> OtherBudgets:
+        """Return what other budgets cost, for an error about a budget that is too small.
+
+        Args:
+            excess_bytes: measured minus predicted peak.
+            least_bytes: no budget below this works.
+        """
+        return OtherBudgets.of(
+            self.frontier(), self.baseline.seconds, excess_bytes=excess_bytes, least_bytes=least_bytes
+        )
 
     def window_prices(self, simulation: Simulation, room_bytes: int | None) -> npt.NDArray[np.float64]:
         """Return an array with, for each window (a stretch of the step), the price of its memory in seconds per byte.

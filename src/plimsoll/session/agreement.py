@@ -44,7 +44,7 @@ class _Solved(msgspec.Struct, frozen=True, kw_only=True):
     """The message of the rank that solves: the JSON of a plan, or the text of a `BudgetBelowFloor`."""
 
     plan: str = ""
-    below_floor: tuple[str, str, str] | None = None
+    below_floor: tuple[str, str, str, tuple[str, ...]] | None = None
 
 
 class DelayedLoss:
@@ -223,15 +223,15 @@ class Agreement:
                 mine = _Solved(plan=to_json(make()))
             except BudgetBelowFloor as error:
                 self._below_floor = error
-                mine = _Solved(below_floor=(error.found, error.why, error.next))
+                mine = _Solved(below_floor=(error.found, error.why, error.next, error.others))
         # Only one rank solves: costs are measured, so each rank would find another plan.
         told = self.all_of(what, mine, _Solved, more_seconds=SOLVING_SECONDS)
         solved = told[self.ranks.index(rank)]
         if solved.below_floor is not None:
             self._solver = rank
             if rank != self.rank:
-                found, why, next_ = solved.below_floor
-                self._below_floor = BudgetBelowFloor(found, why=why, next=next_)
+                found, why, next_, others = solved.below_floor
+                self._below_floor = BudgetBelowFloor(found, why=why, next=next_, others=others)
             assert self._below_floor is not None
             raise self._below_floor
         plan = from_json(solved.plan, source=f"the plan of rank {rank}")

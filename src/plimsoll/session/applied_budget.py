@@ -4,29 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import nn
 
 from plimsoll.artifacts.plan import Plan
 from plimsoll.engine.apply import Handle
-from plimsoll.engine.copies import ModelHook
 from plimsoll.session.account import planned_state_bytes
 from plimsoll.session.batch_shapes import shapes_of
 from plimsoll.session.messages import warn_of_overrun
 from plimsoll.session.situations import MeteredSituations, Situation, planned_situation
+from plimsoll.session.step_context import CompileSafeHook
 from plimsoll.session.step_levels import is_more
 from plimsoll.session.step_watch import StepWatch
-
-
-class _PatientHook(ModelHook):
-    """A hook on a model's calls that does nothing while torch.compile traces the model. So the model can still be compiled.
-
-    A plan that drops something refuses compilation by itself. Under a plan that keeps everything, this hook only measures.
-    """
-
-    def __call__(self, caller: nn.Module, *arguments: Any) -> None:
-        if not torch.compiler.is_compiling():
-            super().__call__(caller, *arguments)
 
 
 class BudgetWatch:
@@ -43,7 +31,7 @@ class BudgetWatch:
         self._metered = MeteredSituations([planned_situation(plan.signature, plan.in_flight)])
         self._metered.expect()
         self._held_bytes = 0
-        self._steps = StepWatch(model, self._before_call, self._after_step, _PatientHook, shapes_of)
+        self._steps = StepWatch(model, self._before_call, self._after_step, CompileSafeHook, shapes_of)
         handle.on_larger_calls(self._steps.larger_call)
 
     @property

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from typing import Literal
 
 import torch
 from torch import nn
 
+from plimsoll.artifacts.progress import Progress, read_progress
 from plimsoll.errors import InvalidModel
 from plimsoll.session.agreement import agreement_for, described
 from plimsoll.session.attachment import Attachment
@@ -40,13 +42,15 @@ def attach(
     room: Callable[[], int] | None = None,
     ranks: Sequence[int] | None = None,
     timeout_seconds: float = TIMEOUT_SECONDS,
+    progress: Progress | Literal["bar"] | None = None,
 ) -> Attachment:
     """Keep the training of ``model`` under ``budget``, without a sample batch.
 
     The first training step calibrates at the lowest peak that the engine can reach. From the second step on, the model runs
-    under the cheapest plan that fits the budget. Evaluation (``model.eval()`` or no gradients) is not managed. Batches of other
-    shapes get their own plans, chosen before they run; one or two more shapes are traced for that. If values may be compressed
-    or offloaded, one plan serves all shapes.
+    under the cheapest plan that fits the budget. When a step under this plan was measured, one line with its figures is logged
+    (logger "plimsoll", level INFO), or printed on stderr if no logging is set up. Evaluation (``model.eval()`` or no
+    gradients) is not managed. Batches of other shapes get their own plans, chosen before they run; one or two more shapes are
+    traced for that. If values may be compressed or offloaded, one plan serves all shapes.
 
     If torch.compile compiles the model or its blocks, the first training call makes a plan, compiles it and runs it once. Later
     shapes share few plans; each is compiled when a batch first needs it.
@@ -74,6 +78,7 @@ def attach(
             grows, a looser plan is applied some steps later. By default, CUDA is asked on a GPU, and nothing is asked on a CPU.
         ranks: as for ``plimsoll.plan``.
         timeout_seconds: as for ``plimsoll.plan``.
+        progress: receives the stage and the share done until the plan for the budget exists. ``"bar"``: a bar on the terminal.
 
     Returns:
         An attachment with ``plan``, ``faults`` and ``remove()``; it is also a context manager.
@@ -91,6 +96,7 @@ def attach(
         ...     loss.backward()
     """
     model = inside_engine(model)
+    report = read_progress(progress)
     with agreement_for(model, "attach", ranks=ranks, timeout_seconds=timeout_seconds) as agreement:
         check_model(model, optimizer)
         if optimizer is not None:
@@ -111,7 +117,15 @@ def attach(
         else:
             units = ()
         return Attachment(
-            model, limit, options, agreement, optimizer=optimizer, verify_every=verify_every, room=room, units=units
+            model,
+            limit,
+            options,
+            agreement,
+            optimizer=optimizer,
+            verify_every=verify_every,
+            room=room,
+            units=units,
+            progress=report,
         )
 
 

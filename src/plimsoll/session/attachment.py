@@ -21,7 +21,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import logging
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -33,10 +32,12 @@ from torch import nn
 
 from plimsoll.artifacts.fault import Fault
 from plimsoll.artifacts.plan import COLLECTIVES, Plan
+from plimsoll.artifacts.progress import Progress, part_of, silent
 from plimsoll.artifacts.receipt import RegionOutcome
+from plimsoll.artifacts.training_figures import ShowsFigures, TrainingFigures
 from plimsoll.engine.apply import RemovedAtEnd
 from plimsoll.engine.capturing import WARM_UP, is_capturing, refuse_capture
-from plimsoll.errors import BudgetBelowFloor, InvalidBatch, PlimsollError
+from plimsoll.errors import BudgetBelowFloor, InvalidBatch, PlanMismatch, PlimsollError
 from plimsoll.session.account import MemoryAccount, PlanRoom, planned_state_bytes, predicted_before_optimizer
 from plimsoll.session.agreement import Agreement
 from plimsoll.session.batch_shapes import Shapes, covers
@@ -46,6 +47,7 @@ from plimsoll.session.eager_step import EagerStep
 from plimsoll.session.joint_traces import JointTraces, facts_of
 from plimsoll.session.measured_step import taken_beside
 from plimsoll.session.messages import (
+    announce,
     log_planning_overrun,
     warn,
     warn_of_floor,
@@ -60,18 +62,19 @@ from plimsoll.session.options import Budget, PlanOptions
 from plimsoll.session.plans_at_work import PlansAtWork
 from plimsoll.session.pressure import Pressure
 from plimsoll.session.retry import Retry, floor_of
-from plimsoll.session.shapes import ShapePlans, can_follow_shapes, told
+from plimsoll.session.shapes import ShapePlans, can_follow_shapes
 from plimsoll.session.situations import MeteredSituations, Situation, planned_situation
 from plimsoll.session.states import TABLE, State, TrainingEvent
+from plimsoll.session.step_context import ContextWatch
 from plimsoll.session.step_levels import is_more
 from plimsoll.session.step_planner import StepPlanner, first_planner
-from plimsoll.session.step_watch import StepWatch
+from plimsoll.session.step_watch import StepWatch, watchers
 from plimsoll.session.task import TrainingTask, task_of_call
 from plimsoll.session.tiling import with_best_tiles
 from plimsoll.tracing.compiled.units import Unit
 from plimsoll.tracing.ddp import inner_module, is_without_reduction
 from plimsoll.tracing.fsdp2 import every_gradient, every_parameter
-from plimsoll.tracing.meters.memory import storage_bytes
+from plimsoll.tracing.meters.memory import free_bytes, storage_bytes
 from plimsoll.tracing.recorder.calling import output_tensors
 from plimsoll.tracing.refusals import BackwardFailed
 from plimsoll.tracing.torch_internals import is_profiled
@@ -80,11 +83,14 @@ from plimsoll.units import format_bytes
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_LOG = logging.getLogger(__name__)
 _MOST_TRIES = 3
 """If this many first steps fail, or run under the user's profiler, make the plan without a measurement. If backward fails in
 more traces than that, give up.
 """
+_MOST_OVER = 2
+"""How many steps over the budget are measured before it is refused."""
+_SURE = 1.01
+"""If the upper bound of a measured peak is at most this multiple of its lower bound, a refusal names the upper bound."""
 _FIRST_CALLS = 3
 """What the loop holds in these calls is not subtracted from the budget. The measured first steps contain it already, or it is a
 record (outputs for a metric), which can only be recognized when it has grown in two steps.
@@ -147,7 +153,7 @@ class FirstStep:
     """
 
 
-class Attachment(RemovedAtEnd):
+class Attachment(ShowsFigures, RemovedAtEnd):
     """Keeps a model under a budget from its first training call on. ``plimsoll.attach`` returns it as the handle."""
 
     state: State
@@ -164,8 +170,16 @@ class Attachment(RemovedAtEnd):
         verify_every: int,
         room: Callable[[], int] | None = None,
         units: Sequence[Unit] = (),
+        progress: Progress = silent,
     ) -> None:
         self.model, self.agreement = model, agreement
+        self._progress = progress
+        self.measures_before_refusing = True
+        """Whether a budget below the lowest traced peak is refused only after the loop's own step was measured. A trainer that
+        tries a smaller batch after a refusal needs it before the first step has changed anything.
+        """
+        self._unannounced_steps: int | None = 0
+        """How many steps have ended under a plan for the budget without a line about it; None once the line was written."""
         self.repeats_collectives = COLLECTIVES in options.allow
         self._budget, self._options, self._optimizer = budget, options, optimizer
         self._has_ladder = can_follow_shapes(options, agreement.size)
@@ -183,6 +197,7 @@ class Attachment(RemovedAtEnd):
         self._steps = StepWatch(self._source.watched, self._before_call, self._step_ended)
         self._work.on_larger_calls = self._steps.larger_call
         self._watch = OptimizerWatch(optimized_parameters(model), after_step=self._optimizer_stepped)
+        self._context = ContextWatch(inner_module(model), None)
 
     # What a user sees
 
@@ -214,6 +229,28 @@ class Attachment(RemovedAtEnd):
         return self._steps.peak_bytes
 
     @property
+    def figures(self) -> TrainingFigures | None:
+        """The figures of the training under its current plan, or ``None`` before the plan for the budget is made. The bytes
+        that the loop's own step was measured to need in addition to the traced step are added.
+        """
+        if self.state is not State.RUNNING:
+            return None
+        unseen_bytes = 0 if self.is_compiled else self._room.account.measured_bytes()
+        if self._shaped is not None and self._served is not None:
+            unseen_bytes = self._shaped.measured_bytes(self._served)
+        return TrainingFigures.of(
+            self._current_plan, unseen_bytes=unseen_bytes, measured_peak_bytes=self._steps.peak_bytes
+        )
+
+    def headline(self) -> str:
+        """Return one line that names the model, its budget, and what happens to it now."""
+        budget = "auto" if self._budget.asked_bytes is None else format_bytes(self._budget.asked_bytes)
+        return f"plimsoll.attach({type(self.model).__name__}, budget {budget}): {self.state.meaning}"
+
+    def _shown_plan(self) -> Plan | None:
+        return self.plan if self.state is State.RUNNING else None
+
+    @property
     def faults(self) -> tuple[Fault, ...]:
         """The faults (rebuilt values that differed from the true ones) that ``verify_every`` has found so far, under all
         plans.
@@ -240,7 +277,7 @@ class Attachment(RemovedAtEnd):
     def remove(self) -> None:
         """Stop managing the model: remove the plan and all hooks. Calling it twice does no harm."""
         self._steps.end_step()
-        for each in (self._steps, self._watch, self._work, self._source):
+        for each in (self._steps, self._watch, self._work, self._source, self._context):
             each.remove()
         if self.state is State.MEASURING:
             self.state = State.UNTRACED
@@ -378,6 +415,8 @@ class Attachment(RemovedAtEnd):
         """The shapes that the current plan was last chosen for."""
         self._tries, self._carried = 0, Carried()
         """How many steps were begun in order to measure them at the lowest peak, and what the loop carries between them."""
+        self._is_over = False
+        """Whether these steps exceed the budget, because no plan is below it and a refusal needs their measurement."""
         self._tried_bytes = self._tried_rest_bytes = 0
         """The highest peak of these steps, and their highest peak after backward, on the rank where it was highest."""
         self._is_mixed = False
@@ -401,6 +440,7 @@ class Attachment(RemovedAtEnd):
         """Called if a call failed before the plan for the budget existed. Stop managing the model if planning itself failed.
         After an error of the model, plan again in the next call.
         """
+        self._progress("stopped", 1.0)
         if isinstance(error, PlimsollError):
             self.state = State.GIVEN_UP
             # Within `step`, the step may run again, and is planned then. If it does not, `step` removes everything.
@@ -440,6 +480,7 @@ class Attachment(RemovedAtEnd):
         """Make the plan for the budget from the first call of a model that torch.compile compiles, and apply the plan."""
         # Without a reduction, gradients wait, so later micro-batches of the step begin with existing gradients.
         accumulates = call.situation.accumulates or is_without_reduction(self.model)
+        self._progress("compiling", 0.0)
         with self._tracing():
             planner, plan, unseen_bytes = source.plan(
                 self.agreement, self._task(call), self._options, self._budget, accumulates=accumulates
@@ -465,6 +506,7 @@ class Attachment(RemovedAtEnd):
                 self._budget,
                 optimizer_is_optional=task.optimizer is not self._optimizer,
                 taken_bytes=self._room.account.total_bytes(),
+                progress=part_of(self._progress, 0.0, 0.5) if self._traced is None else silent,
             )
             if self._options.may_tile and self._traced is None:
                 planner = with_best_tiles(planner, task, functools.partial(self._planner_in_tiles, task))
@@ -480,14 +522,16 @@ class Attachment(RemovedAtEnd):
                 self._traced = dataclasses.replace(traced, planner=self._traced.planner)
                 return
             planner.wait_for(1 if self._traced is None else self._traced.planner.in_flight)
-            lowest = planner.lowest_allowed(task.step, error_scale)
-            self._log_trial(planner, task, "the plan with the lowest peak")
+            lowest = self._lowest_to_measure(planner, task, error_scale)
+            if not self._is_over:
+                self._log_trial(planner, task, "the plan with the lowest peak")
         self._traced = traced
         if self._work.has_moved():
             self._work.remove()
         self._run(lowest)
         self.state, self._tries, self._is_mixed = State.MEASURING, 0, False
         self._tried_bytes = self._tried_rest_bytes = 0
+        self._progress("measuring the first step", 0.6)
         self._measure(call)
 
     def _planner_in_tiles(self, task: TrainingTask, options: PlanOptions) -> StepPlanner:
@@ -501,6 +545,31 @@ class Attachment(RemovedAtEnd):
             taken_bytes=self._room.account.total_bytes(),
         )
         return planner
+
+    def _lowest_to_measure(self, planner: StepPlanner, task: TrainingTask, error_scale: float) -> Plan:
+        """Return the plan with the lowest peak for the first step.
+
+        If its peak exceeds the budget, the step runs all the same if the device has room for it. Its measurement contains what
+        the trace does not: the loop's loss, existing gradients, the optimizer. So one refusal can name a budget that works. A
+        loop with a loss outside of the model and accumulation was refused three times before, each time with a higher budget.
+
+        Raises:
+            BudgetBelowFloor: the peak exceeds the budget, and the device may be too small for the step.
+        """
+        self._is_over = False
+        try:
+            return planner.lowest_allowed(task.step, error_scale)
+        except BudgetBelowFloor as error:
+            lowest = planner.lowest_for_now(error_scale)
+            has_room = free_bytes(self._steps.device) >= 2 * planner.own(lowest).predicted_peak_bytes
+            # While a plan for the budget runs, that plan stays in force after a refusal.
+            may_exceed = self.measures_before_refusing and self.state is not State.RUNNING
+            if not self.agreement.every("room for a step", holds=may_exceed and has_room):
+                raise
+            # Its frames hold the tensors of a trial, which the measured step would count.
+            error.__context__ = error.with_traceback(None).__cause__ = None
+            self._is_over = True
+            return lowest
 
     def _is_enough_for(self, traced: FirstStep, earlier: FirstStep) -> bool:
         """Return True if the current plan can stay. On each rank, the traced step must need at most as much memory as the step
@@ -598,7 +667,7 @@ class Attachment(RemovedAtEnd):
         measured, self._steps.measured = self._steps.measured, None
         assert lowest is not None
         assert planner.budget_bytes is not None
-        if measured is not None:
+        if measured is not None and not self._is_over:
             peak_bytes = max(measured.step_peak_bytes, measured.optimizer_peak_bytes) + self._watch.bytes_before
             if peak_bytes > planner.budget_bytes:
                 why = "this step was traced and recorded before Plimsoll had measured a whole step"
@@ -639,14 +708,17 @@ class Attachment(RemovedAtEnd):
         if self._tried_rest_bytes > planner.budget_bytes:
             # What the step has left behind may be freed before the next peak, so measure the next step too. A MAML loop was
             # refused below a budget above its unmanaged peak.
-            if most_bytes > floor_bytes and self._tries < _MOST_TRIES:
+            if most_bytes > floor_bytes and self._tries < (_MOST_OVER if self._is_over else _MOST_TRIES):
                 return
-            raise planner.refusal(lowest, most_bytes if self._tries == 1 else self._tried_bytes, is_optimizer=True)
+            is_optimizer = self._tried_rest_bytes >= floor_bytes or not self._is_over
+            raise planner.refusal(lowest, self._refused_bytes(most_bytes), is_optimizer=is_optimizer)
         try:
             plan = self._confirmed(traced, task)
         except BudgetBelowFloor as error:
             if floor_bytes > planner.budget_bytes:
-                raise planner.refusal(lowest, most_bytes) from error
+                if self._is_over and most_bytes > _SURE * floor_bytes and self._tries < _MOST_OVER:
+                    return  # measure a step that begins with what this one left behind, instead of adding these bytes
+                raise planner.refusal(lowest, self._refused_bytes(most_bytes)) from error
             if most_bytes > planner.budget_bytes and self._tries < _MOST_TRIES:
                 # `most_bytes` is an estimate: this step recorded the plan, and began without what it left behind. Measure a
                 # step that begins with those bytes and does not record.
@@ -661,11 +733,19 @@ class Attachment(RemovedAtEnd):
         if self._has_ladder or self.agreement.size == 1:
             self._pressure.watch(self._steps.device, self._steps.beside_bytes or 0)
 
+    def _refused_bytes(self, most_bytes: int) -> int:
+        """Return the budget that a refusal names after steps were measured. ``most_bytes`` is the upper bound of the last one.
+
+        If the steps exceeded the budget, a hundredth is added: the first steps under the named budget are traced for it and may
+        differ by some KiB (0.4% of a model of 1.7 MiB).
+        """
+        bytes_ = most_bytes if self._tries == 1 else self._tried_bytes
+        return bytes_ + bytes_ // 100 if self._is_over else bytes_
+
     def _run_from_now_on(self, traced: FirstStep, plan: Plan) -> None:
         """Apply the first plan for the budget. If there is a ladder (plans with falling peaks), begin it with this plan, and
         later calls choose from it.
         """
-        measured_bytes = self._room.account.measured_bytes()
         if self._has_ladder:
             # A replay runs no collective, so ranks may run different plans. Only traces with collectives need other ranks.
             company = self._traces.among(traced.planner.trace)
@@ -682,14 +762,16 @@ class Attachment(RemovedAtEnd):
                 self._shaped.begin(traced.shapes, traced.planner, plan)
         self._run(plan)
         self.state = State.RUNNING
-        _LOG.info(told(plan, 0 if self.is_compiled else measured_bytes))
+        self._progress("done", 1.0)
 
     def _confirmed(self, traced: FirstStep, task: TrainingTask | None) -> Plan:
         """Solve the plan for the budget and return it. If possible, run it once to check its peak. That run also records the
         plan's regions (managed module calls).
         """
         planner = traced.planner
+        self._progress("solving", 0.7)
         plan = self._solve_for_budget(traced)
+        self._progress("trying the plan", 0.9)
         # No trial while the user's profiler runs: on a CPU a trial needs torch's profiler too, and only one can run.
         has_trial = task is not None and any(region.dropped for region in plan.regions) and not is_profiled()
         has_trial = has_trial and self._has_room_to_try(traced, plan, task)
@@ -814,6 +896,7 @@ class Attachment(RemovedAtEnd):
         planner, plan = self._traced_step.planner, self._current_plan
         limit_bytes = (planner.own_budget_bytes or 0) - self._room.account.withheld
         peak_bytes, cause = self._steps.take_peak(self._state_bytes(), self._metered, limit_bytes)
+        self._announce(is_measured=peak_bytes > 0)
         over_bytes = peak_bytes - limit_bytes
         is_named, self._is_named = self._is_named, False
         next_ = "later steps are planned for a budget that is smaller by this amount, if some plan needs less"
@@ -847,6 +930,15 @@ class Attachment(RemovedAtEnd):
             cause = f"{cause}; since plans were made, the training loop holds {format_bytes(held_bytes)} more"
         if not is_named:
             warn_of_overrun(peak_bytes, limit_bytes, cause, next_)
+
+    def _announce(self, *, is_measured: bool) -> None:
+        """Write one line about the first plan for the budget, as soon as a step under it was measured, or after three steps."""
+        if self._unannounced_steps is None:
+            return
+        self._unannounced_steps += 1
+        if (is_measured or self._unannounced_steps == _MOST_TRIES) and (figures := self.figures) is not None:
+            self._unannounced_steps = None
+            announce(figures.line)
 
     def _state_bytes(self) -> int:
         """Return the bytes of optimizer state to add to a measured peak. A compiled plan counts all of this state from its
@@ -1074,3 +1166,14 @@ class Attachment(RemovedAtEnd):
                 f"{error.found}\n  why   {error.why}\n  next  this step is not planned for; the next one is tried again"
             )
             raise _RaisedByModel(None) from None
+
+
+def refuse_attached(model: nn.Module) -> None:
+    """Raise an error if ``plimsoll.attach`` manages the model or a part of it, also before its first plan exists."""
+    for name, module in model.named_modules():
+        if any(isinstance(runner, Attachment) for runner in watchers(module)):
+            raise PlanMismatch(
+                f"plimsoll.attach already manages {name or type(model).__name__}.",
+                why="attach makes and applies plans by itself, and two plans cannot decide about the same tensors",
+                next="call remove() on the handle of plimsoll.attach before plimsoll.apply, or do not apply a plan",
+            )

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import sys
 import warnings
 
+import torch
 from torch import nn
 
 from plimsoll.errors import BudgetBelowFloor
@@ -18,6 +20,21 @@ _LOG = logging.getLogger(__name__)
 def warn(text: str) -> None:
     """Give a Python warning about a training step. The warning points near the user's call of the model."""
     warnings.warn(f"plimsoll: {text}", stacklevel=7)
+
+
+def announce(text: str) -> None:
+    """Log one line at level INFO on the first rank.
+
+    If neither the logger "plimsoll" nor the root logger has a handler, the program does not configure logging. Then the line
+    is printed on stderr, unless the level of the logger "plimsoll" is above INFO.
+    """
+    if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_rank():
+        return
+    library = logging.getLogger("plimsoll")
+    if library.hasHandlers():
+        _LOG.info("plimsoll: %s", text)
+    elif library.level <= logging.INFO > library.manager.disable and not library.disabled:  # level 0: not set
+        print(f"plimsoll: {text}", file=sys.stderr, flush=True)
 
 
 def warn_of_larger(situation: Situation) -> None:

@@ -6,26 +6,29 @@ import contextlib
 import functools
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from plimsoll.artifacts.plan import Plan
-from plimsoll.artifacts.progress import Progress, part_of, silent
+from plimsoll.artifacts.progress import Progress, part_of, read_progress
 from plimsoll.artifacts.store import load_plan
 from plimsoll.engine.apply import Handle
 from plimsoll.errors import BudgetBelowFloor
 from plimsoll.session.agreement import agreement_for, described
 from plimsoll.session.applied_budget import BudgetWatch
+from plimsoll.session.attachment import refuse_attached
 from plimsoll.session.compiled import compiled_planner, plans_compiled
 from plimsoll.session.manage import check_plan, manage_together, refuse_other_model, warn_of_other_device
 from plimsoll.session.options import Budget, PlanOptions
 from plimsoll.session.rendezvous.exchange import TIMEOUT_SECONDS
 from plimsoll.session.retry import AppliedPlan, can_retry
+from plimsoll.session.step_context import ContextWatch
 from plimsoll.session.step_planner import StepPlanner, eager_planner
 from plimsoll.session.task import TrainingTask, check_module
 from plimsoll.session.tiling import name_tiles, with_best_tiles
+from plimsoll.tracing.ddp import inner_module
 from plimsoll.tracing.recorder.calling import Loss
 from plimsoll.units import check_count
 
@@ -48,7 +51,7 @@ def plan(
     compile: bool | Mapping[str, Any] | None = None,  # noqa: A002 - torch's word
     ranks: Sequence[int] | None = None,
     timeout_seconds: float = TIMEOUT_SECONDS,
-    progress: Progress | None = None,
+    progress: Progress | Literal["bar"] | None = None,
 ) -> Plan:
     """Decide for every saved activation what to do with it until backward, so that the training step fits ``budget``.
 
@@ -69,7 +72,8 @@ def plan(
         loss: from the model's output to a scalar; by default ``output.loss``, or the output itself if it is a scalar.
         optimizer: with it the budget also covers its state and its step; without it, forward, backward and gradients.
         strategy: ``auto`` (the budgeted optimum), or ``none``, ``full``, ``every:k``, ``sqrt``, ``input-only``,
-            ``selective:attention|mlp|norm|<op list>``, ``int8``, ``int4``, ``fp8``, ``offload``, ``offload-inputs``, ``hybrid:N,k``.
+            ``selective:attention|mlp|norm|<op list>``, ``int8``, ``int4``, ``fp8``, ``offload``, ``offload-inputs``,
+            ``hybrid:N,k``.
         regions: module paths, ``*`` for one level (``"model.layers.*"``); by default the repeated blocks.
         device_profile: plan for a device that is not here, from the catalogue (``"H100-SXM"``).
         allow: what the plan may do other than keep: ``recompute``, ``compress`` (codecs), ``offload`` (to pinned host memory
@@ -85,7 +89,7 @@ def plan(
         ranks: global ranks that plan together. By default these are the ranks of the model's process groups (DDP, FSDP2,
             DTensor), or all ranks if the model does not have a group.
         timeout_seconds: how long ranks wait for each other in each exchange.
-        progress: a function that receives the stage and the share done.
+        progress: a function that receives the stage and the share done. ``"bar"``: a bar on the terminal.
 
     Returns:
         A plan: printable, savable, with the status, the predicted peak and seconds, the lower bound and both gaps.
@@ -106,7 +110,7 @@ def plan(
 
     Known weakness: bounds and costs describe a model of the machine; only measurements describe the machine itself.
     """
-    report = progress or silent
+    report = read_progress(progress)
     with agreement_for(model, "plan", ranks=ranks, timeout_seconds=timeout_seconds) as agreement:
         task = TrainingTask.read(model, batch, loss=loss, optimizer=optimizer, compile=compile)
         limit = Budget.read(budget)
@@ -181,7 +185,8 @@ def apply(
         A handle; also a context manager.
 
     Raises:
-        PlanMismatch: the plan was made for another model (both fingerprints are shown), or a plan is applied already.
+        PlanMismatch: the plan was made for another model (both fingerprints are shown), or a plan is applied already, or the
+            model has a budget by ``plimsoll.attach``.
         PlanNotUsable: ``plan`` is not a plan, or its status says that there is nothing to apply.
         InvalidModel: torch.compile compiles the model, or every region that the plan manages.
         InvalidOption: ``sentinel_every`` below 1, or ``verify_every`` below 0.
@@ -200,10 +205,14 @@ def apply(
         refuse_other_model(model, plan)
         warn_of_other_device(model, plan)
         agreement.same_plan(plan)
+        refuse_attached(model)
         handle = manage_together(agreement, model, plan, sentinel_every=sentinel_every, verify_every=verify_every)
+        handle.remove_with_me(ContextWatch(inner_module(model), plan.signature))
         budget_bytes = plan.budget_bytes_of_ranks.get(str(agreement.rank), plan.budget_bytes)
         if budget_bytes is not None:
-            handle.remove_with_me(BudgetWatch(model, handle, plan, budget_bytes))
+            watch = BudgetWatch(model, handle, plan, budget_bytes)
+            handle.measure_with(lambda: watch.peak_bytes)
+            handle.remove_with_me(watch)
         if can_retry(model, plan):
             handle.retry_with(AppliedPlan(handle, model, plan, agreement).run)
         return handle

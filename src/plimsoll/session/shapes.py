@@ -43,7 +43,6 @@ from plimsoll.session.options import PlanOptions
 from plimsoll.session.step_planner import CLOSE, StepPlanner
 from plimsoll.session.task import TrainingTask
 from plimsoll.session.training_step import gradients_as_if
-from plimsoll.units import format_bytes
 
 _MOST_TRACES = 6
 """Trace at most this many shapes of one kind if their steps cannot be derived from each other. Later shapes use the plan of a
@@ -534,15 +533,6 @@ def can_follow_shapes(options: PlanOptions, ranks: int) -> bool:
     """
     repeats = ranks > 1 and options.may_repeat_collectives
     return options.may_recompute and not (options.wants_forms or repeats)
-
-
-def told(plan: Plan, unseen_bytes: int) -> str:
-    """Return a line for the log about a new plan: the budget, the peak including ``unseen_bytes``, and the cost in time."""
-    peak, unmanaged = plan.predicted_peak_bytes + unseen_bytes, plan.baseline_peak_bytes + unseen_bytes
-    return (
-        f"planned {plan.model}: budget {format_bytes(plan.budget_bytes or 0)}, peak {format_bytes(peak)} (unmanaged "
-        f"{format_bytes(unmanaged)}), {plan.predicted_overhead:+.1%} of a step's time"
-    )
 
 
 def _split(shapes: Shapes) -> tuple[_Kind, Sizes]:

@@ -37,6 +37,16 @@ class State(enum.StrEnum):
     GIVEN_UP = "given up"
     """No plan: planning failed before the first plan for the budget was made."""
 
+    @property
+    def meaning(self) -> str:
+        """What happens to the model in this state, in words for the user."""
+        return {
+            State.UNTRACED: "the next training step will be traced",
+            State.MEASURING: "the first training step is measured, at the lowest peak",
+            State.RUNNING: "training under a plan for the budget",
+            State.GIVEN_UP: "unmanaged, because planning failed",
+        }[self]
+
 
 class TrainingEvent(enum.StrEnum):
     """The events that a managed model reacts to."""

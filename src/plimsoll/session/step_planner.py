@@ -412,16 +412,19 @@ class StepPlanner:
             is_optimizer: the peak is after backward, mostly in the optimizer's step.
         """
         assert self.budget_bytes is not None
+        solver = self._planner if self._agreement.size == 1 else self._solver  # of several ranks only one solves
+        excess_bytes = max(0, floor_bytes - lowest.peak.bytes)
         if is_optimizer:
-            error = after_backward_floor_error(self.budget_bytes, floor_bytes)
+            others = None if solver is None else solver.other_budgets(least_bytes=floor_bytes)
+            error = after_backward_floor_error(self.budget_bytes, floor_bytes, others)
         else:
-            solver = self._solver  # with several ranks, only one of them solves
             error = floor_error(
                 self.budget_bytes,
                 lowest.peak,
                 floor_bytes - lowest.peak.bytes,
                 chunked_bytes=None if solver is None else peak_with_chunked_loss(solver.floor),
                 accumulating_bytes=accumulating_bytes,
+                others=None if solver is None else solver.other_budgets(excess_bytes, least_bytes=floor_bytes),
             )
         return self.ranks.refused(error, floor_bytes)
 
@@ -676,6 +679,7 @@ def first_planner(
     *,
     optimizer_is_optional: bool,
     taken_bytes: int = 0,
+    progress: Progress = silent,
 ) -> tuple[StepPlanner, float]:
     """Trace a step, and measure the forms of its values (codecs and links) if they are allowed. Return a planner for the step,
     and the scale of errors.
@@ -688,6 +692,7 @@ def first_planner(
         task,
         options,
         budget,
+        progress,
         optimizer_is_optional=optimizer_is_optional,
         limit_bytes=None if budget.asked_bytes is None else budget.asked_bytes - taken_bytes,
     )

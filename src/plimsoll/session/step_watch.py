@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from types import MethodType
 from typing import Any
 
 import torch
@@ -45,8 +46,18 @@ from plimsoll.units import budget_text
 
 def is_watched(module: nn.Module) -> bool:
     """Return True if a ``StepWatch`` already follows the calls of this module itself (not of a module around it)."""
-    hooks = module._forward_pre_hooks.values()  # seen in torch 2.9 to 2.15
-    return any(isinstance(hook, ModelHook) and isinstance(hook.runner, StepWatch) for hook in hooks)
+    return bool(list(_watches(module)))
+
+
+def watchers(module: nn.Module) -> list[object]:
+    """Return the objects that follow the calls of this module through a ``StepWatch``."""
+    return [watch.owner for watch in _watches(module)]
+
+
+def _watches(module: nn.Module) -> Iterator[StepWatch]:
+    for hook in module._forward_pre_hooks.values():  # seen in torch 2.9 to 2.15
+        if isinstance(hook, ModelHook) and isinstance(hook.runner, StepWatch):
+            yield hook.runner
 
 
 class StepWatch:
@@ -115,6 +126,11 @@ class StepWatch:
             model.register_forward_pre_hook(hook(model, self._before), with_kwargs=True, prepend=True),
             model.register_forward_hook(hook(model, self._after), always_call=True),  # also after a forward that raises
         ]
+
+    @property
+    def owner(self) -> object:
+        """The object whose method runs before each training call."""
+        return self._before_call.__self__ if isinstance(self._before_call, MethodType) else None
 
     def note_frozen(self) -> None:
         """Remember the parameters that are frozen now, to notice when one of them is trained."""

@@ -25,6 +25,11 @@ def render_plain(document: Document, *, with_details: bool = False) -> str:
     return "\n".join(lines)
 
 
+def summarize(document: Document) -> str:
+    """Return the first lines of a document as plain text, and a line that says how to see the rest."""
+    return "\n".join([document.headline, *_indented([*document.lines, "print() shows the whole."])])
+
+
 def align(rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> list[str]:
     """Return one line per row. Cells are padded with spaces, so that all cells of a column have the same width.
 

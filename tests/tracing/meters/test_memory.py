@@ -186,3 +186,30 @@ def test_garbage_that_goes_inside_hides_nothing_of_the_peak():
         made = torch.zeros(1 << 10)
     assert meter.peak_bytes == made.nbytes
     assert meter.resident_bytes == made.nbytes
+
+
+_FREED_INSIDE = """
+import ctypes, pathlib, torch
+from plimsoll.tracing.meters.memory import PeakMeter
+level = ctypes.c_int.in_dll(ctypes.CDLL(str(pathlib.Path(torch.__file__).parent / "lib/libc10.so")), "FLAGS_caffe2_log_level")
+before, older = level.value, torch.zeros(1000)
+with PeakMeter(held=()):
+    del older
+    torch.zeros(1000)
+assert level.value == before, level.value
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the name of torch's library differs")
+def test_torchs_allocator_writes_nothing_about_older_memory_while_a_meter_runs():
+    environment = {name: value for name, value in os.environ.items() if name != "TORCH_CPP_LOG_LEVEL"}
+    with_meter = subprocess.run([sys.executable, "-c", _FREED_INSIDE], capture_output=True, text=True, env=environment)
+    assert (with_meter.returncode, with_meter.stderr) == (0, "")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the name of torch's library differs")
+def test_a_log_level_that_the_user_has_set_stays_in_force():
+    environment = {**os.environ, "TORCH_CPP_LOG_LEVEL": "WARNING"}
+    run = subprocess.run([sys.executable, "-c", _FREED_INSIDE], capture_output=True, text=True, env=environment)
+    assert run.returncode == 0
+    assert "Memory block of unknown size" in run.stderr

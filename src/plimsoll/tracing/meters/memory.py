@@ -10,9 +10,9 @@ allocate outside of torch's allocator (oneDNN's packed weights) is not measured.
 On CUDA the figures come from the caching allocator's statistics, which round every block up to 512 bytes. The meter resets the
 device's peak counters.
 
-The log is private to torch: its names were seen in torch 2.9 to 2.15. While the CPU meter runs, no other profiler may run. The
-allocator warns once a second on stderr about releases that its log lacks; start Python with ``TORCH_CPP_LOG_LEVEL=ERROR`` to
-silence it.
+The log is private to torch: its names were seen in torch 2.9 to 2.15. While the CPU meter runs, no other profiler may run.
+Torch's allocator would warn once a second on stderr about releases that its log lacks. So the meter raises torch's C++ log
+level to errors while it runs, unless ``TORCH_CPP_LOG_LEVEL`` asks for warnings.
 """
 
 from __future__ import annotations
@@ -24,11 +24,13 @@ import functools
 import gc
 import operator
 import os
+import sys
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar, NamedTuple
 
@@ -52,6 +54,10 @@ space.
 """
 _KINETO_LOG_LEVEL = "KINETO_LOG_LEVEL"
 _KINETO_SILENT = "99"
+_CPP_ERRORS = 2
+"""The C++ log level of torch that shows only errors. Level 1 also shows warnings, level 0 everything."""
+_CPP_WARNINGS = ("INFO", "WARNING", "0", "1")
+"""Values of ``TORCH_CPP_LOG_LEVEL`` with which the user asks for warnings."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +223,32 @@ def _end_profiler() -> None:
         _disable_profiler()
 
 
+def _silence_allocator(owner: object) -> Callable[[], object]:
+    """Hide the C++ warnings of torch's allocator. Return a function that restores the level; it also runs when ``owner`` is
+    deleted.
+
+    The warnings say only that the profiler does not log the release of older memory, which the meter counts in another way.
+    """
+    level = _cpp_log_level()
+    if level is None or level.value >= _CPP_ERRORS or os.environ.get("TORCH_CPP_LOG_LEVEL", "") in _CPP_WARNINGS:
+        return lambda: None
+    restore = weakref.finalize(owner, setattr, level, "value", level.value)
+    level.value = _CPP_ERRORS
+    return restore
+
+
+@functools.cache
+def _cpp_log_level() -> ctypes.c_int | None:
+    """Return torch's C++ log level, a variable of its library (seen in torch 2.11 to 2.15), or None if it cannot be found."""
+    name = {"darwin": "libc10.dylib", "win32": "c10.dll"}.get(sys.platform, "libc10.so")
+    try:
+        return ctypes.c_int.in_dll(
+            ctypes.CDLL(str(Path(torch.__file__).with_name("lib") / name)), "FLAGS_caffe2_log_level"
+        )
+    except (OSError, ValueError):  # torch was built as one library, or built with gflags
+        return None
+
+
 class _CpuMeter:
     """Measures memory on the CPU: by allocator events of this thread, and by the ends of storages that existed before."""
 
@@ -235,11 +267,13 @@ class _CpuMeter:
         self._deaths: list[_Event] = []
         self._watched: list[weakref.ref[torch.UntypedStorage]] = []
         self._marks: list[tuple[int, str]] = []
+        self._restore_log_level: Callable[[], object] = lambda: None
 
     def start(self) -> None:
         held, self._held = self._held, None  # a reference would keep them alive
         self._watched = _watch_deaths(live_tensors("cpu") if held is None else held, self._note_death)
         del held
+        self._restore_log_level = _silence_allocator(self)
         self._run_profiler()
         atexit.register(_end_profiler)
         torch.empty(1)  # the first event of the log identifies this thread
@@ -271,6 +305,7 @@ class _CpuMeter:
     def stop(self) -> tuple[Window, ...]:
         atexit.unregister(_end_profiler)
         events = _disable_profiler().experimental_event_tree() if self.is_measuring else []
+        self._restore_log_level()
         _CpuMeter.running = None
         if is_profiled():
             # our profiler has ended the user's; before torch 2.13 the user's then fails if no profiler is running

@@ -24,6 +24,8 @@ from plimsoll.tracing.zero import shape_of
 _HASH_LENGTH = 12
 AUTOCAST = "autocast "
 """The beginning of the part of a signature that says which dtype autocast casts to."""
+EVALUATION = "evaluation"
+"""The part of a signature that says that no module is in training mode."""
 
 
 def fingerprint(model: nn.Module, regions: Iterable[str] = ()) -> str:
@@ -100,5 +102,5 @@ def _training(model: nn.Module) -> str:
     if len(training) == count:
         return "training"
     if not training:
-        return "evaluation"
+        return EVALUATION
     return f"training {len(training)}/{count} {hashlib.sha256(' '.join(training).encode()).hexdigest()[:6]}"

@@ -26,7 +26,7 @@ from rich.text import Text
 from plimsoll.artifacts.base import to_json
 from plimsoll.artifacts.progress import Progress as Report
 from plimsoll.artifacts.store import Artifact
-from plimsoll.errors import InvalidTarget, PlanFileError, PlimsollError
+from plimsoll.errors import BudgetBelowFloor, InvalidTarget, PlanFileError, PlimsollError
 from plimsoll.ui.cli.flags import as_typed
 
 
@@ -218,6 +218,9 @@ def print_error(error: PlimsollError) -> None:
     console.print(Text.assemble((f"{type(error).__name__}: ", "bold red"), found), soft_wrap=True)
     console.print(Text.assemble(("  why   ", "dim"), why), soft_wrap=True)
     console.print(Text.assemble(("  next  ", "bold green"), next_step), soft_wrap=True)
+    if isinstance(error, BudgetBelowFloor):
+        for line in error.others:
+            console.print(Text(f"  {line}"), soft_wrap=True)
 
 
 @contextlib.contextmanager

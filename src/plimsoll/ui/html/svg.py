@@ -45,9 +45,9 @@ _LETTERED_CELLS = 1500
 _Box = tuple[float, float, float, float]
 
 
-def draw_svg(drawing: Drawing) -> str:
-    """Return the SVG text of both pictures of a chart, wide and narrow."""
-    return "".join(_Picture(drawing, name, width).draw() for name, width in WIDTHS.items())
+def draw_svg(drawing: Drawing, names: Iterable[str] = WIDTHS) -> str:
+    """Return the SVG text of the named pictures of a chart; by default both, wide and narrow."""
+    return "".join(_Picture(drawing, name, WIDTHS[name]).draw() for name in names)
 
 
 def legend(drawing: Drawing) -> list[tuple[str, str, str, str]]:

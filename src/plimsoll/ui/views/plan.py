@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from plimsoll.artifacts.decision import Decision, Status
 from plimsoll.artifacts.naming import compress_names, kind_of, name_call, region_in_label, with_rest
+from plimsoll.artifacts.other_budgets import HEADER, TITLE, OtherBudgets
 from plimsoll.artifacts.plan import Holder, Peak, Plan, RegionPlan, ValueDecision
 from plimsoll.ui.document import (
     UNKNOWN,
@@ -233,18 +234,17 @@ def _grouped(holders: Sequence[Holder], regions: Sequence[str]) -> list[tuple[st
 
 
 def _frontier(plan: Plan) -> list[Element]:
-    """Return a chart of step time against peak memory, and a table of other budgets and their costs."""
-    rows = [
-        (
-            format_bytes(point.peak_bytes),
-            format_seconds(point.step_seconds),
-            format_share(point.step_seconds / plan.baseline_seconds - 1) if plan.baseline_seconds else UNKNOWN,
-        )
-        for point in plan.frontier
-    ]
-    table = Table(header=("peak", "step", "over the unmanaged step"), rows=rows, numbers=(0, 1, 2))
-    others = [Fold("Predicted cost of other budgets", [table], is_detail=True)] if len(rows) > 1 else []
-    return [FrontierChart(plans=[plan]), *others]
+    """Return a chart of step time against peak memory, and a table of other budgets and their costs.
+
+    The table is a detail of a plan for a budget. Without a budget it is shown, because the user has to choose one.
+    """
+    chart = FrontierChart(plans=[plan])
+    others = OtherBudgets.of(plan.frontier, plan.baseline_seconds)
+    if len(others.points) < 2:
+        return [chart]
+    title = TITLE if plan.budget_bytes is None else ""
+    table = Table(title=title, header=HEADER, rows=others.rows, numbers=(0, 1, 2), bars=others.shares)
+    return [chart, table if plan.budget_bytes is None else Fold(TITLE, [table], is_detail=True)]
 
 
 def decisions_table(plan: Plan) -> Table:

@@ -1,0 +1,130 @@
+"""The figures of a training under a plan: as one line for people, as numbers for a log, and in the text of its handle.
+
+A plan predicts the traced step. Here the bytes that only the real training step has are added, and its measured peak.
+"""
+
+from __future__ import annotations
+
+import abc
+from dataclasses import dataclass
+
+from plimsoll.artifacts.base import ArtifactBase
+from plimsoll.artifacts.plan import Plan
+from plimsoll.units import format_bytes, format_share
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingFigures:
+    """The figures of a training under a plan, as data.
+
+    Example:
+        >>> figures = TrainingFigures(
+        ...     budget_bytes=100 * 2**20,
+        ...     unmanaged_peak_bytes=160_000_000,
+        ...     planned_peak_bytes=104_000_000,
+        ...     measured_peak_bytes=103_000_000,
+        ...     overhead=0.085,
+        ...     extra_seconds=0.01,
+        ...     managed_blocks=8,
+        ...     blocks=8,
+        ... )
+        >>> figures.line
+        'budget 100.0 MiB · peak 152.6 → 99.2 MiB planned, 98.2 MiB measured · +8.5% time · 8 of 8 blocks'
+    """
+
+    budget_bytes: int | None
+    unmanaged_peak_bytes: int
+    """The predicted peak of the step without a plan."""
+    planned_peak_bytes: int
+    measured_peak_bytes: int
+    """The highest peak of a step that was measured under the plan; 0 before the first measurement."""
+    overhead: float
+    """The time that the plan is predicted to add to a step, as a share of the step's time without a plan."""
+    extra_seconds: float
+    """The same time in seconds per step."""
+    managed_blocks: int
+    """How many regions (mostly the repeated blocks) do not keep everything."""
+    blocks: int
+
+    @classmethod
+    def of(cls, plan: Plan, *, unseen_bytes: int = 0, measured_peak_bytes: int = 0) -> TrainingFigures:
+        """Return the figures of a plan. ``unseen_bytes`` are those of the training step that the plan's peaks do not
+        contain.
+        """
+        return cls(
+            budget_bytes=plan.budget_bytes,
+            unmanaged_peak_bytes=plan.baseline_peak_bytes + unseen_bytes,
+            planned_peak_bytes=plan.predicted_peak_bytes + unseen_bytes,
+            measured_peak_bytes=measured_peak_bytes,
+            overhead=plan.predicted_overhead,
+            extra_seconds=plan.predicted_seconds - plan.baseline_seconds,
+            managed_blocks=sum(not region.is_untouched for region in plan.regions),
+            blocks=len(plan.regions),
+        )
+
+    @property
+    def line(self) -> str:
+        """One line with budget, peak without and with the plan, extra time, and the number of managed blocks."""
+        before, after = format_bytes(self.unmanaged_peak_bytes), format_bytes(self.planned_peak_bytes)
+        (amount, unit), unit_after = before.split(), after.split()[1]
+        parts = [f"peak {amount if unit == unit_after else before} → {after} planned"]
+        if self.measured_peak_bytes:
+            parts[0] += f", {format_bytes(self.measured_peak_bytes)} measured"
+        if self.budget_bytes is not None:
+            parts.insert(0, f"budget {format_bytes(self.budget_bytes)}")
+        parts.append(f"{format_share(self.overhead)} time")
+        if self.blocks:
+            parts.append(f"{self.managed_blocks} of {self.blocks} blocks")
+        return " · ".join(parts)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The figures as a flat dict of numbers, for wandb, TensorBoard or a csv file. Each name ends with its unit."""
+        return {
+            "plimsoll/budget_bytes": self.budget_bytes or 0,
+            "plimsoll/unmanaged_peak_bytes": self.unmanaged_peak_bytes,
+            "plimsoll/planned_peak_bytes": self.planned_peak_bytes,
+            "plimsoll/measured_peak_bytes": self.measured_peak_bytes,
+            "plimsoll/planned_overhead_percent": 100 * self.overhead,
+            "plimsoll/planned_extra_seconds": self.extra_seconds,
+            "plimsoll/managed_blocks_count": self.managed_blocks,
+        }
+
+
+class ShowsFigures(abc.ABC):
+    """Base class of handles: shows the training's figures as text, as HTML in a notebook, and as numbers."""
+
+    @property
+    @abc.abstractmethod
+    def figures(self) -> TrainingFigures | None:
+        """The figures of the training under its current plan, or ``None`` before the first plan for the budget."""
+
+    @abc.abstractmethod
+    def headline(self) -> str:
+        """Return one line that names the model and what happens to it now."""
+
+    def _shown_plan(self) -> Plan | None:
+        """Return the plan to show below the headline, or ``None`` if there is none."""
+        return None
+
+    def metrics(self) -> dict[str, float]:
+        """Return the figures as a flat dict of numbers, to log them in each step. It is empty before there is a plan.
+
+        Returns:
+            Names that begin with ``plimsoll/`` and end with their unit. ``plimsoll/measured_peak_bytes`` is the highest
+            measured peak so far, and 0 before the first measurement.
+
+        Example:
+            >>> wandb.log({"loss": loss.item(), **handle.metrics()})  # doctest: +SKIP
+        """
+        figures = self.figures
+        return {} if figures is None else figures.metrics
+
+    def __repr__(self) -> str:
+        figures = self.figures
+        lines = [self.headline(), *([] if figures is None else [figures.line])]
+        return "\n  ".join([*lines, "see .plan, .metrics(), .remove()"])
+
+    def _repr_html_(self) -> str:
+        """Return the handle as HTML, for notebooks."""
+        return ArtifactBase.to_html(self._shown_plan(), text=repr(self))

@@ -1,0 +1,100 @@
+"""``plimsoll run SCRIPT``: runs a training script under a budget, without a change of its code."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from plimsoll.errors import InvalidBudget, InvalidTarget, PlimsollError
+from plimsoll.ui.cli import terminal
+
+ENVIRONMENT = "PLIMSOLL_BUDGET"
+"""The environment variable that has the budget if ``--budget`` is not given. Only ``plimsoll run`` reads it."""
+
+ScriptArgument = Annotated[
+    str, typer.Argument(metavar="SCRIPT", help="A Python file, or with -m a module.", show_default=False)
+]
+ArgumentsArgument = Annotated[
+    list[str] | None, typer.Argument(metavar="ARGUMENTS", help="Arguments of the script.", show_default=False)
+]
+BudgetOption = Annotated[
+    str | None,
+    typer.Option(
+        "--budget",
+        metavar="BYTES",
+        help=f"Bytes with a unit, such as 70GiB, or auto; by default the environment variable {ENVIRONMENT}.",
+        show_default=False,
+    ),
+]
+ModuleOption = Annotated[bool, typer.Option("-m", help="SCRIPT is the name of a module, as for python -m.")]
+
+
+def run(
+    script: ScriptArgument,
+    arguments: ArgumentsArgument = None,
+    *,
+    budget: BudgetOption = None,
+    module: ModuleOption = False,
+) -> None:
+    """Run a training script under a memory budget, without a change of its code.
+
+    The budget is attached to the model that an optimizer trains, in the model's first training call, as by plimsoll.attach.
+
+    Arguments after SCRIPT that are not options of this command go to the script. After -- all arguments go to the script.
+
+    Example: plimsoll run train.py --budget 70GiB …
+    """
+    speaks = os.environ.get("RANK", "0") == "0"
+    try:
+        _check(script, budget or os.environ.get(ENVIRONMENT), is_module=module)
+        _run(script, arguments or [], budget or os.environ[ENVIRONMENT], is_module=module)
+    except PlimsollError as error:
+        if speaks:
+            terminal.print_error(error)
+        raise typer.Exit(error.exit_code) from error
+
+
+def _check(script: str, budget: str | None, *, is_module: bool) -> None:
+    """Refuse a missing budget or script before torch is imported."""
+    from plimsoll.session.options import Budget
+
+    if not budget:
+        raise InvalidBudget(
+            "plimsoll run needs a budget.",
+            why=f"neither --budget nor the environment variable {ENVIRONMENT} says how much memory a training step may take",
+            next=f"plimsoll run {script} --budget 70GiB, or --budget auto for the whole device",
+        )
+    Budget.required(budget)
+    if not is_module and not Path(script).is_file():
+        raise InvalidTarget(
+            f"The file {script} does not exist.",
+            why="plimsoll run starts a Python file, as python does",
+            next="check the path, or name a module with plimsoll run -m",
+        )
+
+
+def _run(script: str, arguments: list[str], budget: str, *, is_module: bool) -> None:
+    from plimsoll.session.attach_on_call import AttachOnCall
+
+    sys.argv[:] = [script, *arguments]
+    if is_module:
+        sys.path.insert(0, str(Path.cwd()))
+    else:
+        sys.path.insert(
+            0, str(Path(script).resolve().parent)
+        )  # where python puts it, so that the script's imports work
+    with AttachOnCall(budget, {}) as found:
+        if is_module:
+            runpy.run_module(script, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(script, run_name="__main__")
+    if found.handle is None:
+        terminal.stderr().print(
+            f"plimsoll: the budget {budget} was not used: no model that an optimizer trains was called in training mode.",
+            soft_wrap=True,
+        )
