@@ -11,7 +11,7 @@ import plimsoll
 from plimsoll.artifacts.receipt import ReceiptVerdict
 from plimsoll.engine import tiles
 from plimsoll.engine.tiles import TiledForward
-from plimsoll.errors import BudgetBelowFloor, InvalidStrategy
+from plimsoll.errors import BudgetBelowFloor, InvalidOption, InvalidStrategy
 
 BOTH = ("recompute", "tile")
 ROWS, WIDTH = 2048, 16
@@ -204,3 +204,27 @@ def test_a_device_that_is_not_here_is_planned_in_tiles(batch, budget):
 
     assert plan.tiles
     assert plan.predicted_peak_bytes <= budget
+
+
+@pytest.mark.parametrize(
+    ("verb", "words"),
+    [
+        (
+            lambda model, batch: plimsoll.compare(model, batch, loss=loss_of, strategies=["full"], allow=BOTH),
+            "in tiles",
+        ),
+        (lambda model, batch: plimsoll.advise(model, batch, budget="1GiB", loss=loss_of, allow=BOTH), "in tiles"),
+        (
+            lambda model, batch: plimsoll.plan(model, batch, "1GiB", loss=loss_of, allow=BOTH, compile=True),
+            "not supported with torch.compile",
+        ),
+        (
+            lambda model, batch: plimsoll.attach(torch.compile(model), budget="1GiB", allow=BOTH),
+            "not supported with torch.compile",
+        ),
+    ],
+    ids=["compare", "advise", "plan of a compiled model", "attach to a compiled model"],
+)
+def test_where_tiles_are_not_decided_they_are_refused_in_words(verb, words, batch):
+    with pytest.raises((InvalidStrategy, InvalidOption), match=words):
+        verb(Model(), batch)

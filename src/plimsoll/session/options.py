@@ -174,6 +174,15 @@ class PlanOptions:
                     next=f"add {word!r} to allow=, or choose another decision for this pattern",
                 )
 
+    def refuse_tiles(self, what: str) -> None:
+        """Raise an error if tiles are allowed where they are not supported. ``what`` is the subject of its first sentence."""
+        if self.may_tile:
+            raise InvalidStrategy(
+                f"{what} cannot run in tiles.",
+                why="only plan and attach decide about tiles, and only for models that torch.compile does not compile",
+                next="leave 'tile' out of allow=, or use plimsoll.plan or plimsoll.attach with the model as it is",
+            )
+
     def facts(self) -> dict[str, str]:
         """Return the options that must be equal on ranks that plan together, as text by name. Budgets may differ between ranks,
         also the host's.

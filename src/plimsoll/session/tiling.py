@@ -125,10 +125,12 @@ def with_best_tiles(
 
 def name_tiles(refusal: BudgetBelowFloor, whole: StepPlanner, task: TrainingTask) -> None:
     """Add to a refusal how far tiles would lower the lowest peak, if it is more than 5%. This traces the step once more."""
-    sets = candidates(find_tileable(task, whole.options)) if whole.options.may_recompute else []
-    if not sets:
+    try:
+        sets = candidates(find_tileable(task, whole.options)) if whole.options.may_recompute else []
+        lowest_bytes = whole.in_tiles(task, sets[-1]).floor_bytes if sets else whole.floor_bytes
+    except Exception:  # noqa: BLE001 - whatever the search meets in the model, the user must see the refusal
+        _LOG.debug("plimsoll: the step could not be traced in tiles", exc_info=True)
         return
-    lowest_bytes = whole.in_tiles(task, sets[-1]).floor_bytes
     if lowest_bytes < (1 - _WORTH_NAMING) * whole.floor_bytes:
         allowed = ", ".join(map(repr, (*whole.options.allow, "tile")))
         refusal.next += f", or allow=({allowed}): with tiles the smallest peak is about {format_bytes_up(lowest_bytes)}"

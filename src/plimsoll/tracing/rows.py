@@ -182,6 +182,8 @@ class RowFollower(TorchDispatchMode):
                         _follow(scope.layouts, func, args, kwargs or {}, out)
                     except MixesRows as mixing:
                         scope.reason = f"{func._schema.name.partition('::')[2]} {mixing}"
+                    except (LookupError, TypeError, AttributeError):  # a form of the op that its rule does not know
+                        scope.reason = f"{func._schema.name.partition('::')[2]} may mix rows"
         return out
 
 

@@ -119,6 +119,7 @@ def advise(
         host_budget=host_budget,
         link=link,
     )
+    options.refuse_tiles("The plans that advise compares")
     found_receipt = None if receipt is None else of_kind(receipt, Receipt)
     found_verdict = None if verdict is None else of_kind(verdict, Verdict)
     for kind, given in (("receipt", found_receipt), ("verdict", found_verdict)):

@@ -138,6 +138,7 @@ def compare(
             overrides=overrides,
             link=link,
         )
+        options.refuse_tiles("Compared strategies")
         asked = described(steps=steps, has_budget=budget is not None)
         agreement.same("what to compare", task.facts() | options.facts() | asked)
         task = agreement.patient(task)

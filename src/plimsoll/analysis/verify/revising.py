@@ -7,7 +7,7 @@ off, the plan is solved again with the measured costs, run until it keeps to its
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 
@@ -57,7 +57,7 @@ class Reviser:
         self.report("timing every op on the device", 0.0)
         with self.agreement.stepping():
             names = tuple(dict.fromkeys(region.name for region in plan.regions if region.name))
-            options = PlanOptions(regions=names or None)
+            options = PlanOptions(regions=names or None, tiles=plan.tiles)
             traced, costs = trace_and_cost(self.task, options, part_of(self.report, 0.0, 0.4))
         found = Confirmation(
             cost_device=plan.cost_device,
@@ -88,7 +88,7 @@ class Reviser:
 
         It is run, and solved again, until its measured peak is within the budget.
         """
-        options = PlanOptions.read(strategies=plan.strategy, allow=plan.allow)
+        options = replace(PlanOptions.read(strategies=plan.strategy, allow=plan.allow), tiles=plan.tiles)
         planner = StepPlanner(traced, costs, options, plan.budget_bytes, self.agreement)
         planner.try_forms(lambda: self.step)
         self.report("solving with measured costs", 0.4)
