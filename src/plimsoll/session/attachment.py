@@ -476,8 +476,8 @@ class Attachment(RemovedAtEnd):
         """The effects (``Plan.effect``, what a plan decides) of all plans that have run before."""
 
     def recall(self) -> None:
-        """Other parameters are trained than those that plans were made for. If they were trained before, continue with what was
-        found out then. Otherwise begin anew.
+        """Called if parameters are trained that were frozen when plans were made. If the same parameters were trained earlier,
+        continue with the plans and measurements from then. Otherwise begin anew.
 
         A loop may train parts of a model in turns. Without this, it was traced again at every turn, and was 60 times as slow.
         """
@@ -515,7 +515,7 @@ class Attachment(RemovedAtEnd):
             self._watch = watch
             self._count_all_state()
         else:
-            watch.remove()  # the account is made from what the remembered watch has seen
+            watch.remove()  # the account is made from the remembered watch
 
     def _count_all_state(self) -> None:
         """Count the state that optimizers have made while other parameters were trained, and observe their steps."""
@@ -1199,7 +1199,7 @@ class Attachment(RemovedAtEnd):
             warn("this training call is traced with torch's profiler; your profiler does not record the call")
         self._steps.drop()
         try:
-            # A loop that collects losses of blocks in a global list would find those of the traced steps there.
+            # A loop may collect losses of blocks in a global list. It must not find losses of traced steps there.
             kept = globals_kept(self.model.modules())
             with self._source.away(), self._steps.looking_away(), self._work.paused(), kept:
                 yield

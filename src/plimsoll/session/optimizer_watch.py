@@ -220,7 +220,7 @@ def optimized_parameters(model: nn.Module) -> frozenset[int]:
 
 
 def state_bytes_of(model: nn.Module, optimizers: Iterable[Optimizer]) -> int:
-    """Return the bytes of state of those of the optimizers that train a parameter of the model."""
+    """Return the bytes of state of the optimizers, counting only optimizers that train a parameter of the model."""
     parameters = optimized_parameters(model)
     return sum(_state_bytes(optimizer) for optimizer in optimizers if trains(optimizer, parameters))
 

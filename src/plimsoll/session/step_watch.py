@@ -45,8 +45,8 @@ from plimsoll.tracing.zero import optimizer_inside
 from plimsoll.units import budget_text
 
 _MOST_SEARCHING = 0.01
-"""Samples are measured only while the searches for what the loop holds have taken at most this share of the loop's time. With
-1.5 million objects in the process, a search takes 0.15 s.
+"""Samples are measured only while searches for tensors of the loop have taken at most this share of its time. With 1.5 million
+objects in the process, a search takes 0.15 s.
 """
 
 
@@ -188,8 +188,8 @@ class StepWatch:
 
     @property
     def _must_search(self) -> bool:
-        """Whether the loop holds so much that a measurement must find the tensors: the step may free them. Each search looks at
-        all objects of the process.
+        """Whether the loop holds more than noise. A measurement must then find these tensors, because the step may free them.
+        Each search looks at all objects of the process.
         """
         return is_more(self.held.bytes, 0, self.levels.expected_peak_bytes)
 
@@ -405,7 +405,7 @@ class StepWatch:
         self._begin_rising(args, kwargs)
         self.levels.begin()
         accumulates = self._accumulates(every_parameter(self._model))
-        # A part's arguments are no batch of the model, even if they have its shapes.
+        # A part's arguments are not a batch of the model, even if they have its shapes.
         shapes = tuple((f"{name}({kind})", sizes) for kind, sizes in shapes_of(args, kwargs))
         self._before_parts(name, args, kwargs, Situation(shapes, accumulates, 1, self._reduces()))
 
