@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import plimsoll
-from steps import Stack, mean_square
+from steps import Block, Stack, mean_square
 
 WIDTH, ROWS, STEPS = 32, 96, 4
 Tick = Callable[[torch.Tensor], None]
@@ -261,3 +261,47 @@ def test_a_weight_that_parametrize_caches_is_not_left_behind_by_a_trial():
         return found
 
     assert losses("1GiB") == losses(None)
+
+
+COLLECTED: list[torch.Tensor] = []
+BY_NAME: dict[str, torch.Tensor] = {}
+
+
+class CollectingBlock(Block):
+    """Leaves a loss of its own in global variables."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        COLLECTED.append(y.pow(2).mean())
+        BY_NAME[str(len(BY_NAME))] = y.abs().mean()
+        return y
+
+
+def collecting(budget: int | None) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    model = Stack(3, WIDTH)
+    model.blocks = nn.ModuleList(CollectingBlock(WIDTH) for _ in range(3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    if budget is not None:
+        plimsoll.attach(model, budget, verify_every=0)
+    for number in range(4):
+        torch.manual_seed(number)
+        COLLECTED.clear()
+        BY_NAME.clear()
+        loss = mean_square(model(torch.randn(16, WIDTH)))
+        assert len(COLLECTED) == len(BY_NAME) == 3
+        (loss + sum(COLLECTED) + sum(BY_NAME.values())).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    COLLECTED.clear()
+    BY_NAME.clear()
+    return [each.detach() for each in model.parameters()]
+
+
+@pytest.mark.parametrize("budget", [2**30, 300_000])
+def test_global_variables_that_blocks_fill_do_not_keep_what_trial_steps_made(budget: int):
+    expected = collecting(None)
+
+    found = collecting(budget)
+
+    assert all(map(torch.equal, expected, found))

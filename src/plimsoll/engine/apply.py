@@ -95,6 +95,8 @@ class Handle(ShowsFigures, RemovedAtEnd):
         self.regions: dict[str, ManagedRegion] = {}
         self._known: dict[str, ManagedRegion] = {}
         """All regions that were wrapped so far, by name, under the current plan or under an earlier plan (see `switch`)."""
+        self._always: set[str] = set()
+        """Regions that are wrapped even if the plan leaves them alone (see `keep_wrapped`)."""
         self._shared = shared
         self._tiles = Tiles(model, plan.tiles)
         self._retry: Callable[..., Any] | None = None
@@ -112,8 +114,9 @@ class Handle(ShowsFigures, RemovedAtEnd):
         self._retry = None  # a removed handle does not replan after OutOfMemoryError
         self.regions, self._known = {}, {}
 
-    def switch(self, plan: Plan) -> None:
-        """Replace the plan by another plan for this model, from the model's next call on.
+    def switch(self, plan: Plan, *, is_for_this: bool = False) -> None:
+        """Replace the plan by another plan for this model, from the model's next call on. ``is_for_this`` says that the plan
+        is known to be for this model, even if other parameters are frozen now.
 
         Regions (the modules that a plan manages) keep their recordings. If a call was recorded before under any plan, recipes
         (recorded ops that rebuild dropped tensors) serve it at once.
@@ -123,7 +126,7 @@ class Handle(ShowsFigures, RemovedAtEnd):
                 the current plan's.
         """
         shared = self._shared
-        if plan.fingerprint != self._plan.fingerprint:
+        if plan.fingerprint != self._plan.fingerprint and not is_for_this:
             raise PlanMismatch(
                 f"This plan was made for another model: {plan.model} {plan.fingerprint}, not {self._plan.fingerprint}.",
                 why="a plan names the regions and tensors that it decides about, and another model has other names",
@@ -154,6 +157,8 @@ class Handle(ShowsFigures, RemovedAtEnd):
         """Put a plan into force: create or reuse the wrappers of the regions that this plan manages, and install them."""
         shared, model = self._shared, self.model
         calls = _managed_regions(plan) if shared.sensor is None else _regions(plan)
+        if self._always:
+            calls = {name: each for name, each in _regions(plan).items() if name in calls or name in self._always}
         modules = dict(model.named_modules())
         managed = {name: modules[name] for name in calls}
         shared.links.serve(
@@ -185,6 +190,12 @@ class Handle(ShowsFigures, RemovedAtEnd):
             ]
         shared.inputs.begin()  # a hook may have applied the plan during the current call
         self.resume()
+
+    def keep_wrapped(self, region: str) -> None:
+        """Wrap this region from the next switch on, even under plans that leave it alone. A hook of the region may then switch
+        plans, and the call that runs the hook follows the new plan: torch looks up ``forward`` before it runs hooks.
+        """
+        self._always.add(region)
 
     def remove_with_me(self, hook: Removable) -> None:
         """Register a hook that belongs to the plan, so that `remove` removes the hook together with the plan."""

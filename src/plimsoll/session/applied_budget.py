@@ -15,6 +15,7 @@ from plimsoll.session.situations import MeteredSituations, Situation, planned_si
 from plimsoll.session.step_context import CompileSafeHook
 from plimsoll.session.step_levels import is_more
 from plimsoll.session.step_watch import StepWatch
+from plimsoll.tracing.ddp import inner_module
 
 
 class BudgetWatch:
@@ -31,7 +32,12 @@ class BudgetWatch:
         self._metered = MeteredSituations([planned_situation(plan.signature, plan.in_flight)])
         self._metered.expect()
         self._held_bytes = 0
-        self._steps = StepWatch(model, self._before_call, self._after_step, CompileSafeHook, shapes_of)
+        self._handle = handle
+        self._steps = StepWatch(
+            model, self._before_call, self._after_step, self._before_parts, hook=CompileSafeHook, shapes=shapes_of
+        )
+        modules = {} if plan.compiled else dict(inner_module(model).named_modules())
+        self._steps.watch_parts({each.name: modules[each.name] for each in plan.regions if each.name in modules})
         handle.on_larger_calls(self._steps.larger_call)
 
     @property
@@ -50,6 +56,10 @@ class BudgetWatch:
         if is_more(held_bytes, self._held_bytes):
             self._held_bytes = held_bytes
             self._metered.expect()
+        self._steps.meter_if_new(args, kwargs, situation, self._metered)
+
+    def _before_parts(self, part: str, args: tuple[Any, ...], kwargs: dict[str, Any], situation: Situation) -> None:
+        self._handle.begin_step()
         self._steps.meter_if_new(args, kwargs, situation, self._metered)
 
     def _after_step(self) -> None:

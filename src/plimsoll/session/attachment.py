@@ -37,7 +37,7 @@ from plimsoll.artifacts.receipt import RegionOutcome
 from plimsoll.artifacts.training_figures import ShowsFigures, TrainingFigures
 from plimsoll.engine.apply import RemovedAtEnd
 from plimsoll.engine.capturing import WARM_UP, is_capturing, refuse_capture
-from plimsoll.errors import BudgetBelowFloor, InvalidBatch, PlanMismatch, PlimsollError
+from plimsoll.errors import BudgetBelowFloor, InvalidBatch, InvalidRegions, PlanMismatch, PlimsollError
 from plimsoll.session.account import MemoryAccount, PlanRoom, planned_state_bytes, predicted_before_optimizer
 from plimsoll.session.agreement import Agreement
 from plimsoll.session.batch_shapes import Shapes, covers
@@ -51,8 +51,10 @@ from plimsoll.session.messages import (
     log_planning_overrun,
     warn,
     warn_of_floor,
+    warn_of_frozen,
     warn_of_larger,
     warn_of_overrun,
+    warn_of_parts,
     warn_of_state,
     warn_of_unseen,
     warn_of_waiting,
@@ -75,8 +77,10 @@ from plimsoll.tracing.compiled.units import Unit
 from plimsoll.tracing.ddp import inner_module, is_without_reduction
 from plimsoll.tracing.fsdp2 import every_gradient, every_parameter
 from plimsoll.tracing.meters.memory import free_bytes, storage_bytes
-from plimsoll.tracing.recorder.calling import output_tensors
+from plimsoll.tracing.recorder.calling import call_tensors, output_tensors
+from plimsoll.tracing.recorder.kept_globals import globals_kept
 from plimsoll.tracing.refusals import BackwardFailed
+from plimsoll.tracing.regions import find_regions
 from plimsoll.tracing.torch_internals import is_profiled
 from plimsoll.units import format_bytes
 
@@ -99,6 +103,36 @@ _MOST_TRACED_AGAIN = 8
 """After a step that ran more operations than the traced one and exceeded the budget, trace at most this many steps to find
 another one that runs as many.
 """
+
+
+_MOST_REMEMBERED = 64
+"""Remember plans for at most this many sets of frozen parameters: a large model that is trained block by block."""
+_KNOWLEDGE = (
+    "state",
+    "_traced",
+    "_shaped",
+    "_traces",
+    "_shapes",
+    "_served",
+    "_tries",
+    "_carried",
+    "_tried_bytes",
+    "_tried_rest_bytes",
+    "_is_mixed",
+    "_room",
+    "_held_at_plan_bytes",
+    "_corrected",
+    "_traces_left",
+    "_ran_more_bytes",
+    "_said_parts_bytes",
+    "_is_named",
+    "_counted",
+    "_metered",
+    "_seen",
+    "_planned_frozen",
+    "_watch",
+)
+"""The attributes that `Attachment.recall` restores. `Attachment.know_nothing` resets them."""
 
 
 class _RaisedByModel(Exception):
@@ -191,10 +225,18 @@ class Attachment(ShowsFigures, RemovedAtEnd):
         self._calls = 0
         self._pressure = Pressure(room)
         self._room = PlanRoom()
+        self._remembered: dict[frozenset[str], dict[str, Any]] = {}
+        """What was found out for each set of frozen parameters (their names): the values of `_KNOWLEDGE`. The set that was met
+        last is the last one.
+        """
+        self._has_waited = False
+        """Whether a warning said that attach waits for a call that trains parameters."""
         self.know_nothing()
         self._work = PlansAtWork(agreement, model, verify_every)
         self._retry = Retry(model, self)
-        self._steps = StepWatch(self._source.watched, self._before_call, self._step_ended)
+        self._steps = StepWatch(self._source.watched, self._before_call, self._step_ended, self._before_parts)
+        with contextlib.suppress(InvalidRegions):  # the first training call raises it
+            self._watch_parts()
         self._work.on_larger_calls = self._steps.larger_call
         self._watch = OptimizerWatch(optimized_parameters(model), after_step=self._optimizer_stepped)
         self._context = ContextWatch(inner_module(model), None)
@@ -298,6 +340,8 @@ class Attachment(ShowsFigures, RemovedAtEnd):
         if is_capturing(self._steps.device.type):
             self._refuse_unready(situation)  # keep the current plan: a CUDA graph that replays does not call this hook
             return
+        if self._is_waiting(args, kwargs):
+            return
         self._calls += 1
         if self._watch.is_settled:
             self._watch.remove()  # not in the optimizer's own hook: torch iterates over all hooks at that moment
@@ -319,6 +363,36 @@ class Attachment(ShowsFigures, RemovedAtEnd):
         if self.state is State.RUNNING:
             self._served = situation.shapes
             self._steps.meter_if_new(args, kwargs, situation, self._metered)
+
+    def _is_waiting(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Return True if nothing is planned yet and this call trains no parameter. A loop may freeze the model for a while, for
+        instance to attack its input; planning waits until the model is trained.
+        """
+        if self.state is not State.UNTRACED or self.agreement.size > 1 or _frozen(self.model) < _names(self.model):
+            return False
+        if not self._has_waited and any(each.requires_grad for each in call_tensors(args, kwargs)):
+            self._has_waited = True
+            warn_of_frozen(self.model)
+        return True
+
+    def _watch_parts(self) -> None:
+        """Follow the steps too that call the model's regions, and not the model."""
+        if not self.is_compiled:
+            self._steps.watch_parts(find_regions(self.model, self._options.regions))
+
+    def _before_parts(self, part: str, args: tuple[Any, ...], kwargs: dict[str, Any], situation: Situation) -> None:
+        """Runs before a step that calls parts of the model, and not the model. Its batch is unknown, so it runs under the plan
+        with the lowest peak, and is measured.
+        """
+        if self.state is not State.RUNNING or is_capturing(self._steps.device.type):
+            return
+        if self._shaped is not None:
+            self._run(self._shaped.choose_unseen(situation.shapes))
+            levels = self._steps.levels
+            levels.expected_forward_bytes, levels.expected_peak_bytes = self._shaped.expected()
+        self._served = None
+        self._work.begin_step(part)
+        self._steps.meter_if_new(args, kwargs, situation, self._metered)
 
     def _events(self, call: TrainingCall) -> Iterator[TrainingEvent]:
         """Find the events to react to before a training call, and yield them one by one. A reaction may change the state, so
@@ -396,7 +470,7 @@ class Attachment(ShowsFigures, RemovedAtEnd):
             # The first such step may have begun before attach was called.
             self._unseen_steps += 1
             if self._unseen_steps == 2:
-                warn_of_unseen(self.model)
+                warn_of_unseen(self.model, self._steps.parts.seen)
 
     # Reactions: any state
 
@@ -421,7 +495,7 @@ class Attachment(ShowsFigures, RemovedAtEnd):
         """The highest peak of these steps, and their highest peak after backward, on the rank where it was highest."""
         self._is_mixed = False
         """True if the forwards of the measured step ran under plans for different numbers of forwards."""
-        self._room.account = MemoryAccount(withheld=self._room.account.withheld)
+        self._room = PlanRoom(MemoryAccount(withheld=self._room.account.withheld))
         self._held_at_plan_bytes = 0
         """Bytes that the training loop held when the step that plans were made from began, or when it ended if that is more."""
         self._corrected: MemoryAccount | None = None
@@ -430,11 +504,67 @@ class Attachment(ShowsFigures, RemovedAtEnd):
         """How many more steps to trace in the search for one that runs as many operations as the step whose peak was
         ``_ran_more_bytes``.
         """
+        self._said_parts_bytes = 0
+        """The highest peak that a warning named of steps that call parts of the model; 1 if a warning named no peak."""
         self._is_named = False
         """Whether a warning before the current step already said that the step may exceed the budget."""
         self._counted, self._metered = CountedState(), MeteredSituations()
+        self._planned_frozen: frozenset[str] = frozenset()
+        """The names of the parameters that were frozen when plans were made."""
         self._seen: set[object] = set()
         """The effects (``Plan.effect``, what a plan decides) of all plans that have run before."""
+
+    def recall(self) -> None:
+        """Called if parameters are trained that were frozen when plans were made. If the same parameters were trained earlier,
+        continue with the plans and measurements from then. Otherwise begin anew.
+
+        A loop may train parts of a model in turns. Without this, it was traced again at every turn, and was 60 times as slow.
+        """
+        if self.is_compiled or self.agreement.size > 1:  # all ranks would have to recall together
+            self.know_nothing()
+            return
+        if self._work.has_moved():
+            self._remembered.clear()
+        elif self._traced is not None:
+            known = {name: getattr(self, name) for name in _KNOWLEDGE}
+            known["measured"] = self._steps.measured
+            if self.state is State.MEASURING:
+                self._watch.remove()  # it has seen the measured step, and must not see steps of other parameters
+            self._remembered.pop(self._planned_frozen, None)
+            self._remembered[self._planned_frozen] = known
+            while len(self._remembered) > _MOST_REMEMBERED:
+                del self._remembered[next(iter(self._remembered))]
+        frozen = _frozen(self.model)
+        # Plans for a step that trains more parameters also hold: it saves more.
+        found = (
+            frozen if frozen in self._remembered else next((each for each in self._remembered if each < frozen), None)
+        )
+        if found is None:
+            self.know_nothing()
+            return
+        known = self._remembered.pop(found)
+        withheld = self._room.account.withheld
+        watch, self._steps.measured = self._watch, known.pop("measured")
+        for name, value in known.items():
+            setattr(self, name, value)
+        self._room.account = self._room.account.withholding(withheld)
+        self._steps.is_reordered = False
+        self._steps.note_frozen()
+        if self.state is State.RUNNING:
+            self._watch = watch
+            self._count_all_state()
+        else:
+            watch.remove()  # the account is made from the remembered watch
+
+    def _count_all_state(self) -> None:
+        """Count the state that optimizers have made while other parameters were trained, and observe their steps."""
+        if not (self._watch.is_watching or self._watch.is_settled):
+            optimizers = self._watch.optimizers
+            self._watch = OptimizerWatch(
+                optimized_parameters(self.model), optimizers, after_step=self._optimizer_stepped
+            )
+        new_bytes = self._counted.take_found(self._watch.bytes_now)
+        self._room.account = self._room.account.adding_state(new_bytes)
 
     def give_up(self, error: BaseException) -> None:
         """Called if a call failed before the plan for the budget existed. Stop managing the model if planning itself failed.
@@ -470,6 +600,8 @@ class Attachment(ShowsFigures, RemovedAtEnd):
         """Trace a call and make the plan for it. If the current plan is enough for the call, keep that plan."""
         self._shapes.append(call.situation.shapes)
         self._steps.note_frozen()
+        self._planned_frozen = _frozen(self.model)
+        self._watch_parts()
         self._traces = JointTraces(self.agreement, self.model)
         if isinstance(self._source, CompiledStep):
             self._begin_compiled(call, self._source)
@@ -729,6 +861,10 @@ class Attachment(ShowsFigures, RemovedAtEnd):
         # What the measured step left behind is in the account too.
         self._held_at_plan_bytes = max(self._held_at_plan_bytes, self._steps.held.bytes)
         self._run_from_now_on(traced, plan)
+        if not (
+            self._watch.is_watching or self._watch.is_settled
+        ):  # this set was measured before other sets were trained
+            self._count_all_state()
         # Ranks that share one plan do not watch the device: to change the plan, they would exchange messages in every step.
         if self._has_ladder or self.agreement.size == 1:
             self._pressure.watch(self._steps.device, self._steps.beside_bytes or 0)
@@ -761,6 +897,7 @@ class Attachment(ShowsFigures, RemovedAtEnd):
             with self._traces.together():
                 self._shaped.begin(traced.shapes, traced.planner, plan)
         self._run(plan)
+        self._steps.is_reordered = False  # what was noticed before is in this plan
         self.state = State.RUNNING
         self._progress("done", 1.0)
 
@@ -786,7 +923,8 @@ class Attachment(ShowsFigures, RemovedAtEnd):
         # Keep what the trial records. With records of its own, the trial and the next step recorded every region again, which
         # took 11.2 steps' time instead of 3.7.
         planner.managing = self._work.trying if self.agreement.size == 1 else None
-        with self._steps.looking_away(), contextlib.nullcontext() if planner.managing else self._work.paused():
+        kept = globals_kept(self.model.modules())
+        with self._steps.looking_away(), kept, contextlib.nullcontext() if planner.managing else self._work.paused():
             account = self._room.account
             seen_bytes = planner.mistake_bytes + (planner.recording_bytes if self._tries == 1 else 0)
             # Existing gradients are in the measurement (the step left them behind) and in the trial: do not count them twice.
@@ -897,6 +1035,9 @@ class Attachment(ShowsFigures, RemovedAtEnd):
         limit_bytes = (planner.own_budget_bytes or 0) - self._room.account.withheld
         peak_bytes, cause = self._steps.take_peak(self._state_bytes(), self._metered, limit_bytes)
         self._announce(is_measured=peak_bytes > 0)
+        if self._steps.parts.first:
+            self._judge_parts(peak_bytes, limit_bytes)
+            return
         over_bytes = peak_bytes - limit_bytes
         is_named, self._is_named = self._is_named, False
         next_ = "later steps are planned for a budget that is smaller by this amount, if some plan needs less"
@@ -939,6 +1080,19 @@ class Attachment(ShowsFigures, RemovedAtEnd):
         if (is_measured or self._unannounced_steps == _MOST_TRIES) and (figures := self.figures) is not None:
             self._unannounced_steps = None
             announce(figures.line)
+
+    def _judge_parts(self, peak_bytes: int, limit_bytes: int) -> None:
+        """A step has ended that called parts of the model, and not the model. Warn of the first one, and of each that exceeded
+        the budget by more than those before. No plan can be tighter.
+        """
+        next_ = (
+            "call the model itself, model(batch), so that a plan is chosen for its batch; or attach to the called part"
+        )
+        if peak_bytes > limit_bytes and is_more(peak_bytes, self._said_parts_bytes):
+            warn_of_overrun(peak_bytes, limit_bytes, self._steps.called_parts, next_)
+        elif not self._said_parts_bytes:
+            warn_of_parts(self._steps.called_parts, next_, has_lowest=self._shaped is not None)
+        self._said_parts_bytes = max(self._said_parts_bytes, peak_bytes, 1)
 
     def _state_bytes(self) -> int:
         """Return the bytes of optimizer state to add to a measured peak. A compiled plan counts all of this state from its
@@ -1137,7 +1291,9 @@ class Attachment(ShowsFigures, RemovedAtEnd):
             warn("this training call is traced with torch's profiler; your profiler does not record the call")
         self._steps.drop()
         try:
-            with self._source.away(), self._steps.looking_away(), self._work.paused():
+            # A loop may collect losses of blocks in a global list. It must not find losses of traced steps there.
+            kept = globals_kept(self.model.modules())
+            with self._source.away(), self._steps.looking_away(), self._work.paused(), kept:
                 yield
         except InvalidBatch as error:
             own = error.__cause__
@@ -1177,3 +1333,12 @@ def refuse_attached(model: nn.Module) -> None:
                 why="attach makes and applies plans by itself, and two plans cannot decide about the same tensors",
                 next="call remove() on the handle of plimsoll.attach before plimsoll.apply, or do not apply a plan",
             )
+
+
+def _names(model: nn.Module) -> frozenset[str]:
+    return frozenset(name for name, _ in model.named_parameters())
+
+
+def _frozen(model: nn.Module) -> frozenset[str]:
+    """Return the names of the parameters that are not trained now."""
+    return frozenset(name for name, each in model.named_parameters() if not each.requires_grad)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+import time
+import weakref
+from typing import Any, NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -14,6 +16,13 @@ from plimsoll.tracing.meters.memory import instances_of, live_saved_tensors, liv
 from plimsoll.tracing.recorder.calling import output_tensors
 
 
+class _Found(NamedTuple):
+    """What a search has found, as data: tensors that the loop keeps, and all optimizers of the process."""
+
+    tensors: list[weakref.ref[torch.Tensor]]
+    optimizers: list[weakref.ref[Optimizer]]
+
+
 class Carried:
     """Finds tensors that a loop keeps from step to step outside of model and optimizer, such as a list of perturbed weights.
 
@@ -23,6 +32,9 @@ class Carried:
 
     def __init__(self) -> None:
         self._before: dict[int, StorageWeakRef] = {}
+        self._found: _Found | None = None
+        self.seconds = 0.0
+        """The time that all searches have taken so far."""
 
     def note_before(self, device: torch.device) -> None:
         """Remember all storages that exist now. They do not count later: either they are not the loop's, or the user subtracts
@@ -37,14 +49,39 @@ class Carried:
 
         A storage's address identifies it, because the weak references in `_before` prevent that its address is used again.
         """
+        return [tensor for each in self._search(device, batch).tensors if (tensor := each()) is not None]
+
+    def optimizers(self, device: torch.device, batch: Any) -> list[Optimizer]:
+        """Return all optimizers of the process."""
+        return [optimizer for each in self._search(device, batch).optimizers if (optimizer := each()) is not None]
+
+    def forget(self) -> None:
+        """Search anew when something is asked for next. Until then, one search answers all questions."""
+        self._found = None
+
+    def _search(self, device: torch.device, batch: Any) -> _Found:
+        if self._found is None:
+            begun = time.perf_counter()
+            things = instances_of(torch.Tensor, Optimizer)
+            optimizers = [each for each in things if isinstance(each, Optimizer) and "param_groups" in vars(each)]
+            tensors = self._among(
+                [each for each in things if not isinstance(each, Optimizer)], optimizers, device, batch
+            )
+            self._found = _Found(list(map(weakref.ref, tensors)), list(map(weakref.ref, optimizers)))
+            self.seconds += time.perf_counter() - begun
+        return self._found
+
+    def _among(
+        self, known_tensors: list[torch.Tensor], optimizers: list[Optimizer], device: torch.device, batch: Any
+    ) -> list[torch.Tensor]:
         # Optimizer state is counted elsewhere.
-        states = (state_tensors(each) for each in instances_of(Optimizer) if "state" in vars(each))
+        states = (state_tensors(each) for each in optimizers if "state" in vars(each))
         known = {storage_of(part) for tensors in states for tensor in tensors for part in dense_parts(tensor)}
         looks = {(tensor.shape, tensor.dtype) for tensor in output_tensors(batch)}
-        saved = {storage_of(tensor) for tensor in live_saved_tensors(device.type)}
+        saved = {storage_of(tensor) for tensor in live_saved_tensors(device.type, known_tensors)}
         return [
             tensor
-            for tensor in live_tensors(device.type)
+            for tensor in live_tensors(device.type, known_tensors)
             if storage_of(tensor) not in self._before
             and storage_of(tensor) not in known
             and ((tensor.shape, tensor.dtype) not in looks or storage_of(tensor) in saved)

@@ -74,6 +74,7 @@ class HeldByLoop:
         """Called at the beginning of a step whose peak is about ``peak_bytes``. Find what the loop holds, and update
         ``bytes``.
         """
+        self.carried.forget()
         self.batch_bytes = _hidden_in_batch(output_tensors((args, kwargs)), self._device)
         if reading is None:
             return
@@ -146,7 +147,7 @@ class HeldByLoop:
         carried = self.carried.found(self._device, (args, kwargs))
         visible_bytes = storage_bytes([*counted, *carried], self._device) - storage_bytes(counted, self._device)
         self.bytes = self._without_records(max(0, visible_bytes - self._record_bytes), self.bytes)
-        self.state_bytes = state_bytes_of(self._model)
+        self.state_bytes = state_bytes_of(self._model, self.carried.optimizers(self._device, (args, kwargs)))
 
     def _without_records(self, visible_bytes: int, was_visible_bytes: int) -> int:
         """Subtract the bytes of records from ``visible_bytes``, and return the rest. Records are tensors that have grown in two

@@ -100,11 +100,35 @@ def warn_of_floor(error: BudgetBelowFloor, why: str) -> None:
     )
 
 
-def warn_of_unseen(model: nn.Module) -> None:
-    """Warn that an optimizer steps the model's parameters although the model's forward was never called in training mode."""
-    children = [name for name, child in model.named_children() if any(True for _ in child.parameters())]
+def warn_of_parts(cause: str, next_: str, *, has_lowest: bool) -> None:
+    """Warn that a step has called parts of the model, and not the model itself, so no plan was chosen for its batch."""
+    then = "such steps run under the plan with the lowest peak" if has_lowest else "such steps run under the last plan"
+    warn(f"a plan was not chosen for a training step; {then}, and are measured.\n  why   {cause}\n  next  {next_}")
+
+
+def warn_of_frozen(model: nn.Module) -> None:
+    """Warn that attach does not manage a call that computes gradients of its inputs only."""
     warn(
-        f"an optimizer has trained {type(model).__name__}, but attach has not seen a training call of it, so nothing is "
-        "managed.\n  why   attach plans in the forward of this very module; the training loop calls another module, or calls "
-        f"this one in evaluation mode\n  next  attach to the module that is called, such as .{[*children, 'module'][0]}"
+        f"this call of {type(model).__name__} trains no parameter, so it is not managed.\n  why   all its parameters are "
+        "frozen, and attach plans in the first call that trains some\n  next  if you train parameters later, change nothing; "
+        "else unfreeze some"
+    )
+
+
+def warn_of_unseen(model: nn.Module, part: str) -> None:
+    """Warn that an optimizer steps the model's parameters although the model was never called in training mode. ``part`` is the
+    part of it that was called instead, or "" if none was seen.
+    """
+    name = type(model).__name__
+    children = [child_name for child_name, child in model.named_children() if any(True for _ in child.parameters())]
+    cause = "the training loop calls another module, or calls this one in evaluation mode"
+    next_ = f"attach to the module that is called, such as .{[*children, 'module'][0]}"
+    if part:
+        cause = (
+            f"the training loop calls {part!r} of {name} without a call of {name} itself, as model.forward(batch) does"
+        )
+        next_ = "call the model itself, model(batch), or attach to the part that is called"
+    warn(
+        f"an optimizer has trained {name}, but attach has not seen a training call of it, so nothing is managed.\n"
+        f"  why   attach plans in the call of this very module; {cause}\n  next  {next_}"
     )

@@ -70,6 +70,11 @@ class OptimizerSteps:
         ]
         weakref.finalize(self, _ABANDONED.extend, self._hooks).atexit = False
 
+    @property
+    def is_watching(self) -> bool:
+        """False after `remove`."""
+        return bool(self._hooks)
+
     def remove(self) -> None:
         """Remove the hooks. Calling it twice does no harm."""
         while self._hooks:
@@ -118,6 +123,11 @@ class OptimizerWatch(OptimizerSteps):
         self._growth_bytes = 0
         self._before = weakref.WeakKeyDictionary({each: _state_bytes(each) for each in optimizers})
         self._now = weakref.WeakKeyDictionary(self._before)
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """The optimizers that were passed or have stepped since, and that still exist."""
+        return list(self._now)
 
     @property
     def bytes_before(self) -> int:
@@ -209,11 +219,10 @@ def optimized_parameters(model: nn.Module) -> frozenset[int]:
     return _PARAMETERS[model]
 
 
-def state_bytes_of(model: nn.Module) -> int:
-    """Return the bytes of state of all optimizers in this process that train a parameter of the model."""
+def state_bytes_of(model: nn.Module, optimizers: Iterable[Optimizer]) -> int:
+    """Return the bytes of state of the optimizers, counting only optimizers that train a parameter of the model."""
     parameters = optimized_parameters(model)
-    found = (thing for thing in instances_of(Optimizer) if "param_groups" in vars(thing))
-    return sum(_state_bytes(optimizer) for optimizer in found if trains(optimizer, parameters))
+    return sum(_state_bytes(optimizer) for optimizer in optimizers if trains(optimizer, parameters))
 
 
 def optimizer_in_view(model: nn.Module, named: Optimizer | None = None) -> Optimizer | None:

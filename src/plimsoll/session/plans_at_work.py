@@ -55,8 +55,10 @@ class PlansAtWork:
             if before.regions is plan.regions or before.effect == plan.effect:
                 return False
             # Switching keeps the records of regions. Under a plan that was applied before, nothing is recorded again.
+            # The fingerprints differ too if other parameters are frozen. Regions still have records of both.
+            is_for_this = plan.fingerprint != before.fingerprint and not self._handle.has_moved()
             try:
-                self._handle.switch(plan)
+                self._handle.switch(plan, is_for_this=is_for_this)
             except PlanMismatch:  # the plan needs another link
                 self.remove()
         if self._handle is None:
@@ -65,6 +67,12 @@ class PlansAtWork:
                 self._handle.on_larger_calls(self.on_larger_calls)
         self._handle.begin_step()
         return True
+
+    def begin_step(self, region: str) -> None:
+        """Prepare the plan's regions for a step that no call of the model begins, but a call of this region."""
+        if self._handle is not None:
+            self._handle.keep_wrapped(region)
+            self._handle.begin_step()
 
     @contextlib.contextmanager
     def trying(self, plan: Plan) -> Iterator[None]:

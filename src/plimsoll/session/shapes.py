@@ -36,7 +36,7 @@ from plimsoll.planning.peaks import Forecast, ShapedStep
 from plimsoll.planning.spare_bytes import with_spare_bytes
 from plimsoll.session.account import PlanRoom
 from plimsoll.session.agreement import Agreement
-from plimsoll.session.batch_shapes import Shapes, covers, standing_in
+from plimsoll.session.batch_shapes import Shapes, covers, shown, standing_in
 from plimsoll.session.messages import warn, warn_of_floor
 from plimsoll.session.optimizer_watch import optimizer_in_view
 from plimsoll.session.options import PlanOptions
@@ -292,6 +292,12 @@ class ShapePlans:
             found = self._known_ladder(known).lowest(_split(known)[1])
         self._current = (known, found[1])
         return self._written(shapes, known, *found, signature)
+
+    def choose_unseen(self, shapes: Shapes) -> Plan:
+        """Return the plan with the lowest peak, for calls of the model's parts whose batch is unknown. ``shapes`` are the
+        arguments' shapes.
+        """
+        return self._unknown(shapes, lambda: shown(shapes))
 
     def _fitting_all(self, alike: list[Shapes]) -> tuple[Shapes, tuple[Plan, Forecast]]:
         """Return the cheapest rung (plan of the ladder) that fits at all these shapes, and the shape where that plan needs the

@@ -132,11 +132,11 @@ class MeteredSituations:
         """
         self._due = {situation.turn for situation in (*self._known, *self._seen)}
 
-    def begin(self, situation: Situation) -> bool:
+    def begin(self, situation: Situation, *, may_sample: bool = True) -> bool:
         """Return True if a step that begins in this situation should be metered.
 
         Of steps in known situations, samples are metered: no reading shows what the loop makes and frees between forward and
-        backward. After three failed attempts, return False.
+        backward. After the first steps there are none while not ``may_sample``. After three failed attempts, return False.
         """
         self._current = None
         self._steps += 1
@@ -145,7 +145,8 @@ class MeteredSituations:
         )
         is_due = situation.turn in self._due or self._waits > 0
         is_new = is_due or not is_known
-        self.is_sample = not is_new and _is_sampled(self._steps) and self._tries[situation] < _MOST_TRIES
+        is_sampled = _is_sampled(self._steps) and (may_sample or self._steps <= _ALL_FIRST)
+        self.is_sample = not is_new and is_sampled and self._tries[situation] < _MOST_TRIES
         if not (is_new or self.is_sample) or self._tries[situation] == _MOST_TRIES:
             self._seen.add(situation)
             return False

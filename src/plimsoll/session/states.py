@@ -4,7 +4,7 @@ Each cell names a method of ``Attachment``, which looks up its reaction to every
 cannot occur in that state. A test runs a real training through every cell.
 
     event          untraced           measuring          running                   given up
-    THAWED         know_nothing       know_nothing       know_nothing              know_nothing
+    THAWED         know_nothing       recall             recall                    know_nothing
     CALL           trace_first_call   calibrate          choose_plan               trace_first_call
     LARGER_BATCH                                         grow
     RAN_MORE                                             trace_again
@@ -80,8 +80,14 @@ _UNTRACED, _MEASURING, _RUNNING, _GIVEN_UP = State
 _BEGUN = (_MEASURING, _RUNNING)
 
 TABLE: Mapping[TrainingEvent, Mapping[State, Reaction]] = {
-    # Parameters that are trained only now need saved tensors that the trace did not count. So start with a new trace.
-    TrainingEvent.THAWED: dict.fromkeys(State, _cell("know_nothing", _UNTRACED)),
+    # Parameters that are trained only now need saved tensors that the trace did not count. So start with a new trace, unless
+    # the same parameters were trained before.
+    TrainingEvent.THAWED: {
+        _UNTRACED: _cell("know_nothing", _UNTRACED),
+        _MEASURING: _cell("recall", _UNTRACED, *_BEGUN),
+        _RUNNING: _cell("recall", _UNTRACED, *_BEGUN),
+        _GIVEN_UP: _cell("know_nothing", _UNTRACED),
+    },
     TrainingEvent.CALL: {
         _UNTRACED: _cell("trace_first_call", *_BEGUN),
         _MEASURING: _cell("calibrate", *_BEGUN),

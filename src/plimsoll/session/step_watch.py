@@ -8,7 +8,8 @@ waits. On a CPU only some steps are metered (see ``situations``); in every step,
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from types import MethodType
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import nn
 
 from plimsoll.engine.capturing import is_capturing
 from plimsoll.engine.copies import ModelHook
-from plimsoll.session.batch_shapes import Shapes, shapes_and_masks_of
+from plimsoll.session.batch_shapes import Shapes, shapes_and_masks_of, shapes_of
 from plimsoll.session.carried import Carried
 from plimsoll.session.held_by_loop import HeldByLoop
 from plimsoll.session.measured_step import (
@@ -31,6 +32,7 @@ from plimsoll.session.measured_step import (
 )
 from plimsoll.session.messages import warn_of_overrun
 from plimsoll.session.optimizer_watch import OptimizerWatch, optimized_parameters
+from plimsoll.session.part_calls import PartCalls
 from plimsoll.session.risen_rest import RisenRest
 from plimsoll.session.situations import MeteredSituations, Situation
 from plimsoll.session.step_levels import StepLevels, is_more
@@ -42,6 +44,11 @@ from plimsoll.tracing.open_graphs import OpenGraphs, is_in_backward
 from plimsoll.tracing.torch_internals import peek_functorch, sequence_number, times_compiled
 from plimsoll.tracing.zero import optimizer_inside
 from plimsoll.units import budget_text
+
+_MOST_SEARCHING = 0.01
+"""Samples are measured only while searches for tensors of the loop have taken at most this share of its time. With 1.5 million
+objects in the process, a search takes 0.15 s.
+"""
 
 
 def is_watched(module: nn.Module) -> bool:
@@ -63,8 +70,9 @@ def _watches(module: nn.Module) -> Iterator[StepWatch]:
 class StepWatch:
     """Follows a model's training steps through hooks: finds where steps begin and end, and measures some of them.
 
-    ``before_call`` runs before every training call, with its arguments and situation. ``after_step`` runs when a step is over.
-    Then ``measured`` is its measurement, or None if ``meter`` was not called or the measurement did not complete.
+    ``before_call`` runs before every training call, with its arguments and situation. ``before_parts`` runs before a step that
+    does not call the model but parts of it, with the first part's name, arguments and situation. ``after_step`` runs when a
+    step is over. Then ``measured`` is its measurement, or None if ``meter`` was not called or the measurement did not complete.
     """
 
     def __init__(
@@ -72,20 +80,23 @@ class StepWatch:
         model: nn.Module,
         before_call: Callable[[tuple[Any, ...], dict[str, Any], Situation], None],
         after_step: Callable[[], None],
+        before_parts: Callable[[str, tuple[Any, ...], dict[str, Any], Situation], None] = lambda *_: None,
         hook: type[ModelHook] = ModelHook,
         shapes: Callable[[tuple[Any, ...], dict[str, Any]], Shapes] = shapes_and_masks_of,
     ) -> None:
         self._model = model
         self.note_frozen()
-        trained = (parameter.device for parameter in every_parameter(model) if parameter.requires_grad)
-        self.device = next(trained, torch.device("cpu"))
-        self._before_call = before_call
+        # A trained parameter first: frozen ones may be kept elsewhere. All may be frozen now.
+        parameters = sorted(every_parameter(model), key=lambda each: not each.requires_grad)
+        self.device = parameters[0].device if parameters else torch.device("cpu")
+        self._before_call, self._before_parts = before_call, before_parts
         self._after_step = after_step
         self._shapes_of = shapes
         self.is_looking_away = False
         self.graphs = OpenGraphs(self._backward_ended, self._backward_begins)
         self.levels = StepLevels(self.device)
         self.held = HeldByLoop(model, self.device)
+        self._begun = time.monotonic()
         self._versions: dict[int, int] = {}
         self._expected_error: BaseException | None = None
         self._call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
@@ -122,6 +133,11 @@ class StepWatch:
         """
         self._watch = OptimizerWatch(())
         self._watch.remove()
+        self._running_calls = 0
+        """How many calls of the model run now. It is more than 1 if the model calls itself."""
+        self.parts = PartCalls(
+            self._parts_begin, lambda: self._running_calls > 0 or self._is_blind, lambda: not self.is_between_steps
+        )
         self._hooks: list[Any] = [
             model.register_forward_pre_hook(hook(model, self._before), with_kwargs=True, prepend=True),
             model.register_forward_hook(hook(model, self._after), always_call=True),  # also after a forward that raises
@@ -141,12 +157,17 @@ class StepWatch:
     def remove(self) -> None:
         """Remove the hooks. Calling it twice does no harm."""
         self.stop()
+        self.parts.remove()
         for each in (self._watch, self._rest):
             if each is not None:
                 each.remove()
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+
+    def watch_parts(self, parts: Mapping[str, nn.Module]) -> None:
+        """Follow steps too that call these parts of the model (modules by name), and not the model itself."""
+        self.parts.watch(parts)
 
     @property
     def is_between_steps(self) -> bool:
@@ -167,9 +188,13 @@ class StepWatch:
         ``carried`` finds what the loop carries between steps. The measurement cannot end within backward: when backward
         returns, torch restores the profiler's state from before backward.
         """
-        if carried is None and self.held.bytes:
+        held_bytes = 0
+        if carried is None and self._must_search:
             carried = self.held.carried
+        elif carried is None:
+            held_bytes = self.held.bytes  # too few for a search of tensors that the step may free
         self.measured, self.running = None, MeasuredStep(self._model, args, kwargs, carried)
+        self.running.static_bytes += held_bytes
         if with_optimizer:
             before, after, others = self._optimizer_begins, self._optimizer_ended, self._other_optimizer_begins
             self._watch = OptimizerWatch(optimized_parameters(self._model), (), before, after, others)
@@ -177,11 +202,18 @@ class StepWatch:
             ours = optimized_parameters(self._model)
             self._watch = OptimizerWatch(ours, (), self._optimizer_comes, self._optimizer_comes)
 
+    @property
+    def _must_search(self) -> bool:
+        """Whether the loop holds more than noise. A measurement must then find these tensors, because the step may free them.
+        Each search looks at all objects of the process.
+        """
+        return is_more(self.held.bytes, 0, self.levels.expected_peak_bytes)
+
     def stop(self) -> None:
         """End the measurement if one is running, and keep its result."""
         step, self.running = self.running, None
         if step is not None:
-            step.has_trained |= self.graphs.has_backward
+            step.has_trained |= self.graphs.has_backward or self.parts.has_backward
             self.was_blocked = step.is_blocked
             self.measured = step if step.end() else None
             if self.measured is not None:
@@ -198,6 +230,7 @@ class StepWatch:
         """Forget the running step, because it failed and is run again from its beginning."""
         self.drop()
         self.graphs.begin()
+        self.parts.end_step()
 
     def meter_if_new(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], situation: Situation, situations: MeteredSituations
@@ -205,7 +238,11 @@ class StepWatch:
         """Measure the step that begins with the next call if no step in this situation was measured. On a GPU do nothing,
         because its counter always runs.
         """
-        if self.is_between_steps and situations.begin(situation) and self.device.type == "cpu":
+        if not self.is_between_steps:
+            return
+        searched_seconds = self.held.carried.seconds if self._must_search else 0.0
+        may_sample = searched_seconds <= _MOST_SEARCHING * (time.monotonic() - self._begun)
+        if situations.begin(situation, may_sample=may_sample) and self.device.type == "cpu":
             self.meter(args, kwargs, with_optimizer=situations.is_sample)
 
     def raise_unless_it_fails(self, error: BaseException) -> None:
@@ -219,7 +256,8 @@ class StepWatch:
         ``text`` says which. If forward has already added much, measure the next step instead: the meter does not see when
         tensors are freed that were made before it started.
         """
-        self.is_reordered |= is_reordered and not self._is_blind
+        # In a step without a call of the model, the order says nothing about its forward.
+        self.is_reordered |= is_reordered and not self._is_blind and not self.parts.first
         is_first = self._call is not None and self.running is None and not self._is_blind
         if not is_first or self.device.type != "cpu":
             return
@@ -253,6 +291,8 @@ class StepWatch:
             cause = situations.ended(self.nodes, self.in_flight)
             if larger and step is not None:
                 cause = larger
+            if self.parts.first:
+                cause = self.called_parts
         if step is not None:
             self.levels.learn(step.static_bytes - made_bytes)
         elif not peak_bytes:
@@ -263,6 +303,15 @@ class StepWatch:
                 peak_bytes, cause = estimated_bytes, situations.estimated(self.nodes, self.levels.cause)
         situations.ran(self.nodes)
         return peak_bytes, cause
+
+    @property
+    def called_parts(self) -> str:
+        """A clause for warnings: which part the loop has called instead of the model."""
+        name = type(inner_module(self._model)).__name__
+        return (
+            f"the step called {self.parts.first!r} of {name} and not {name} itself (model.forward(batch) or another method of "
+            "the model does that), so its batch is unknown"
+        )
 
     def _warn_of_rest(self, limit_bytes: int) -> None:
         rest_bytes, self.rest_bytes = self.rest_bytes, 0
@@ -281,16 +330,17 @@ class StepWatch:
         was_running = self.running is not None
         self.stop()
         self.graphs.abandon()
-        has_trained = self.graphs.has_backward
+        has_trained = self.graphs.has_backward or self.parts.has_backward
         if self._rest is not None and has_trained:
             rest_bytes = self._rest.end() - (self.beside_bytes or 0)
             if rest_bytes > self.risen_bytes:
                 self.rest_bytes = rest_bytes
-        if has_trained:
+        if self.graphs.has_backward:
             self.in_flight = self.graphs.most
         self.graphs.begin()
         if has_trained or (was_running and self.measured is not None):
             self._after_step()
+        self.parts.end_step()
         self.nodes = 0
 
     @contextlib.contextmanager
@@ -325,6 +375,11 @@ class StepWatch:
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._is_blind:
             return
+        self._running_calls += 1
+        if not self.parts.has_backward:
+            if self.parts.first:
+                self.drop()  # the parts have only prepared this call, and the step is measured from the call on
+            self.parts.model_called()
         if not self.is_between_steps and self.graphs.has_backward and self._has_stepped():
             self.graphs.abandon()  # an optimizer has stepped since, so these graphs are left from a step that failed
         if self.is_between_steps:
@@ -332,8 +387,7 @@ class StepWatch:
             self._watch.remove()
         if torch.is_grad_enabled() and module.training:
             parameters = every_parameter(self._model)
-            accumulates = any(gradient_of(each) is not None for each in parameters)
-            accumulates = accumulates or any(True for _ in waiting_gradients(self._model))
+            accumulates = self._accumulates(parameters)
             waiting = len(self.graphs)
             if waiting:
                 self._note(FORWARD)
@@ -342,16 +396,34 @@ class StepWatch:
                 self._versions = _versions(parameters)
                 reading = self._look_at_loop(args, kwargs, accumulates=accumulates)
             in_flight = waiting + 1 if waiting else self.in_flight
-            reduces = not (holds_gradients_back(self._model) or is_without_reduction(self._model))
             thawed = frozenset(
                 at for at, each in enumerate(parameters) if each.requires_grad and id(each) in self._frozen
             )
             shapes = self._shapes_of(args, kwargs)
-            self._before_call(args, kwargs, Situation(shapes, accumulates, in_flight, reduces, thawed))
+            self._before_call(args, kwargs, Situation(shapes, accumulates, in_flight, self._reduces(), thawed))
+            self.held.carried.forget()  # what is asked from now on is asked at another moment
             self._first_node, self._compiled_before = sequence_number(), times_compiled()
             if not waiting:
                 self._call = (args, kwargs)
                 self.held.planned(self.levels.begin() - reading)
+
+    def _accumulates(self, parameters: list[nn.Parameter]) -> bool:
+        has_gradients = any(gradient_of(each) is not None for each in parameters)
+        return has_gradients or any(True for _ in waiting_gradients(self._model))
+
+    def _reduces(self) -> bool:
+        return not (holds_gradients_back(self._model) or is_without_reduction(self._model))
+
+    def _parts_begin(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A step begins that calls the part ``name`` and not the model."""
+        self.end_step()
+        self._watch.remove()
+        self._begin_rising(args, kwargs)
+        self.levels.begin()
+        accumulates = self._accumulates(every_parameter(self._model))
+        # A part's arguments are not a batch of the model, even if they have its shapes.
+        shapes = tuple((f"{name}({kind})", sizes) for kind, sizes in shapes_of(args, kwargs))
+        self._before_parts(name, args, kwargs, Situation(shapes, accumulates, 1, self._reduces()))
 
     def _look_at_loop(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, accumulates: bool) -> int:
         """Find what the training loop holds at the beginning of a step, and store it in ``held``. Return the allocated bytes,
@@ -377,6 +449,7 @@ class StepWatch:
     def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if self._is_blind:
             return
+        self._running_calls = max(0, self._running_calls - 1)
         self._call = None
         expected, self._expected_error = self._expected_error, None
         if expected is not None and output is not None:

@@ -446,20 +446,23 @@ def _tell(note: Callable[[int], None], bytes_: int, _: object) -> None:
     note(bytes_)
 
 
-def live_tensors(device_type: str) -> list[torch.Tensor]:
+def live_tensors(device_type: str, known: Sequence[torch.Tensor] | None = None) -> list[torch.Tensor]:
     """Return the dense tensors with memory on a device of this type that Python knows, their gradients, and what autograd
-    graphs have saved.
+    graphs have saved. ``known`` are all tensors of the process if the caller has found them already (see `instances_of`).
     """
-    known = instances_of(torch.Tensor)
+    known = instances_of(torch.Tensor) if known is None else known
     gradients = (
         gradient for each in known if _has_memory(each, device_type) and (gradient := _gradient_of(each)) is not None
     )
-    return [each for each in (*known, *gradients, *live_saved_tensors(device_type)) if _has_memory(each, device_type)]
+    saved = live_saved_tensors(device_type, known)
+    return [each for each in (*known, *gradients, *saved) if _has_memory(each, device_type)]
 
 
-def live_saved_tensors(device_type: str) -> list[torch.Tensor]:
-    """Return the dense tensors with memory on a device of this type that existing autograd graphs have saved."""
-    roots = (each for each in instances_of(torch.Tensor) if not is_lazy(each) and not isinstance(each, FakeTensor))
+def live_saved_tensors(device_type: str, known: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the dense tensors with memory on a device of this type that the autograd graphs of the ``known`` tensors have
+    saved.
+    """
+    roots = (each for each in known if not is_lazy(each) and not isinstance(each, FakeTensor))
     return [each for each in saved_tensors(roots) if _has_memory(each, device_type)]
 
 
@@ -474,6 +477,8 @@ def _gradient_of(tensor: torch.Tensor) -> torch.Tensor | None:
 def instances_of(*bases: type) -> list[Any]:
     """Return all objects that Python's garbage collector knows and that are instances of one of these types or their
     subclasses.
+
+    This looks at each object of the process. With a million objects it takes as long as a small training step.
     """
     kinds = {kind for base in bases for kind in _with_subclasses(base)}
     # `isinstance` would run the code of proxy objects. A look-up of the type is also faster with many objects.
