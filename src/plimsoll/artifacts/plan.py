@@ -263,8 +263,8 @@ class Plan(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
     KIND: ClassVar[str] = "plan"
     SCHEMA_VERSION: ClassVar[int] = 4
     """Schema 2 added the price of regions and the seconds of timeline points. Schema 3 added the bytes of the unmanaged step to
-    timeline points. In older files these fields are ``None``. Schema 4 added the change to points of the frontier; in older
-    files it is empty."""
+    timeline points. In older files these fields are ``None``. Schema 4 added the change to points of the frontier, and
+    tiles; in older files both are empty."""
 
     schema_version: int = SCHEMA_VERSION
     status: Status
