@@ -124,7 +124,7 @@ def test_offloading_is_chosen_where_nothing_else_is_as_fast(framework):
     if framework == "megatron":
         budget_bytes = int(0.9 * plimsoll.estimate("llama-tiny", 64, **asked).stages[0].allocated_bytes)
     else:
-        lowest = plimsoll.estimate("llama-tiny", 64, **asked, budget=1, export=framework)
+        lowest = plimsoll.estimate("llama-tiny", 64, **asked, budget="1KiB", export=framework)
         assert not lowest.does_fit
         budget_bytes = lowest.switches[0].peak_bytes
     found = plimsoll.estimate("llama-tiny", 64, **asked, budget=budget_bytes, export=framework)

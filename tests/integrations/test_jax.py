@@ -193,7 +193,7 @@ t.assert_equal_gradients(mapped(t.scanned), mapped(pj.wrap(t.scanned, local)), p
 
 
 def test_what_is_no_plan_is_refused_in_words():
-    with pytest.raises(InvalidOption, match="plan= is a str, which is not a Plan"):
+    with pytest.raises(InvalidOption, match="plan= has the type str, which is not a Plan"):
         pj.wrap(scanned, "plan.json")
 
 
@@ -326,7 +326,7 @@ def test_arguments_count_from_the_end_and_what_is_no_function_is_refused():
         parameters(),
         BATCH,
     )
-    with pytest.raises(InvalidOption, match="The first argument is a dict, which is not a function"):
+    with pytest.raises(InvalidOption, match="The first argument has the type dict, which is not a function"):
         pj.plan(parameters(), scanned, budget="1MiB", device=DEVICE)
 
 

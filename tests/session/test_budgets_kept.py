@@ -328,7 +328,7 @@ def test_weights_that_autocast_has_cast_are_planned_for_as_gone_before_backward(
         parameter_bytes = sum(parameter.nbytes for parameter in model.parameters())
         with torch.autocast("cpu"):
             with pytest.raises(BudgetBelowFloor) as refused:
-                plimsoll.plan(model, batch, 1, loss=mean_square)
+                plimsoll.plan(model, batch, "1KiB", loss=mean_square)
             floor_bytes = told_by(refused.value, "plain")
             plan = plimsoll.plan(model, batch, floor_bytes, loss=mean_square)
         with plimsoll.apply(model, plan):

@@ -182,4 +182,4 @@ def test_a_host_budget_is_kept_to():
     )
     assert tight.offloaded_bytes <= free.offloaded_bytes // 2
     with pytest.raises(BudgetBelowFloor):
-        plimsoll.plan(model, batch, budget, loss=loss, allow="offload", host_budget=1)
+        plimsoll.plan(model, batch, budget, loss=loss, allow="offload", host_budget="1B")

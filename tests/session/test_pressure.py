@@ -107,5 +107,5 @@ def test_training_follows_the_room_with_the_same_weights(caplog: pytest.LogCaptu
 
 
 def test_what_cannot_be_asked_is_refused():
-    with pytest.raises(InvalidOption, match="room= is a int"):
+    with pytest.raises(InvalidOption, match="room= has the type int"):
         plimsoll.attach(Stack(), "1GiB", room=5)  # type: ignore[arg-type]

@@ -127,7 +127,7 @@ def warn_of_unseen(model: nn.Module, part: str) -> None:
         cause = (
             f"the training loop calls {part!r} of {name} without a call of {name} itself, as model.forward(batch) does"
         )
-        next_ = "call the model itself, model(batch), or attach to the part that is called"
+        next_ = f"call the model itself, model(batch), or attach to .{part.partition('.')[0]}, if that is what the loop calls"
     warn(
         f"an optimizer has trained {name}, but attach has not seen a training call of it, so nothing is managed.\n"
         f"  why   attach plans in the call of this very module; {cause}\n  next  {next_}"

@@ -16,6 +16,7 @@ from plimsoll.session.messages import warn
 from plimsoll.tracing.open_graphs import is_in_backward
 from plimsoll.tracing.recorder.calling import output_tensors
 from plimsoll.tracing.recorder.fingerprint import AUTOCAST, EVALUATION, casts_in_force
+from plimsoll.tracing.torch_internals import peek_functorch
 
 
 class CompileSafeHook(ModelHook):
@@ -50,7 +51,7 @@ class ContextWatch:
         self._hook.remove()
 
     def _look(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not torch.is_grad_enabled() or is_in_backward():
+        if not torch.is_grad_enabled() or is_in_backward() or peek_functorch() is not None:
             return
         if not self._has_begun:
             self._has_begun = True
