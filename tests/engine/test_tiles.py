@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from plimsoll.artifacts.tile import Tile
 from plimsoll.engine.tiles import Tiles, in_tiles
-from plimsoll.errors import InvalidLoss, PlanMismatch
+from plimsoll.errors import InvalidLoss, InvalidModel, PlanMismatch
 from plimsoll.tracing.constant_random import ConstantRandomNumbers
 from plimsoll.tracing.meters.memory import PeakMeter
 
@@ -336,3 +336,26 @@ def test_a_plan_of_another_model_is_refused(kind):
             model,
             [Tile(path="outer" if kind == "missing" else "inner", count=2, rows=4, inputs={"0": 1}, outputs=(1,))],
         )
+
+
+def test_a_call_without_rows_runs_as_a_whole():
+    model = Model(Inner())
+
+    with in_tiles(model, [tile()]):
+        assert model(torch.randn(2, 0, 16)).shape == (2, 0, 16)
+
+
+def test_a_gradient_that_goes_elsewhere_is_refused_before_it_is_wrong(rows):
+    class Reading(Inner):
+        context = None
+
+        def forward(self, x):
+            return super().forward(x) * self.context
+
+    model = Model(Reading())
+    model.inner.context = torch.randn(16, requires_grad=True).exp()
+
+    with in_tiles(model, [tile()]):
+        value = model(rows).sum()
+        with pytest.raises(InvalidModel, match="neither its argument nor its own weight"):
+            value.backward()

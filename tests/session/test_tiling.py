@@ -176,7 +176,8 @@ def test_a_plan_in_tiles_is_compared_with_the_whole_step(batch, plan):
     none = plimsoll.plan(Model(), batch, strategy="none", loss=loss_of)
 
     assert plan.baseline_peak_bytes == none.baseline_peak_bytes
-    assert plan.predicted_seconds > plan.baseline_seconds
+    assert plan.activation_bytes == none.activation_bytes
+    assert plan.baseline_peak == none.baseline_peak
 
 
 def test_a_wrong_gradient_in_tiles_is_found(batch, plan, monkeypatch):
@@ -228,3 +229,16 @@ def test_a_device_that_is_not_here_is_planned_in_tiles(batch, budget):
 def test_where_tiles_are_not_decided_they_are_refused_in_words(verb, words, batch):
     with pytest.raises((InvalidStrategy, InvalidOption), match=words):
         verb(Model(), batch)
+
+
+def test_a_region_that_is_tiled_itself_runs_its_tiles(batch, without_tiles):
+    model = Model()
+    budget = int(0.7 * named_floor(without_tiles))
+
+    plan = plimsoll.plan(model, batch, budget=budget, loss=loss_of, allow=BOTH, regions=["blocks.*.mlp"])
+    receipt = plimsoll.verify(model, batch, plan, loss=loss_of, steps=1)
+
+    assert {tile.path for tile in plan.tiles} == {region.name for region in plan.regions}
+    assert receipt.verdict is ReceiptVerdict.WITHIN_ROUNDING
+    assert receipt.measured_peak_bytes <= budget
+    assert not any("forward" in module.__dict__ for module in model.modules())

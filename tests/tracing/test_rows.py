@@ -64,6 +64,7 @@ ROWWISE = {
 }
 
 MIXING = {
+    "written argument": lambda m, x: mlp(m, x.relu_()),
     "sum over rows": lambda m, x: mlp(m, x) * x.sum(1, keepdim=True),
     "softmax over rows": lambda m, x: mlp(m, x).softmax(1),
     "cumulative sum": lambda m, x: mlp(m, x).cumsum(1),

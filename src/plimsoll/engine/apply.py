@@ -140,7 +140,11 @@ class Handle(ShowsFigures, RemovedAtEnd):
             )
         self.pause()
         if plan.tiles != self._plan.tiles:
-            self._tiles = Tiles(self.model, plan.tiles)
+            try:
+                self._tiles = Tiles(self.model, plan.tiles)
+            except BaseException:
+                self.resume()
+                raise
             # a region that is tiled itself runs another forward now, so its wrapper and its recordings do not fit any more
             tiled = {tile.path for tile in (*plan.tiles, *self._plan.tiles)}
             self._known = {name: region for name, region in self._known.items() if not _is_around(name, tiled)}
@@ -156,6 +160,7 @@ class Handle(ShowsFigures, RemovedAtEnd):
     def _begin(self, plan: Plan) -> None:
         """Put a plan into force: create or reuse the wrappers of the regions that this plan manages, and install them."""
         shared, model = self._shared, self.model
+        self._tiles.install()  # a region may be a tiled module: its wrapper then calls the tiled forward
         calls = _managed_regions(plan) if shared.sensor is None else _regions(plan)
         if self._always:
             calls = {name: each for name, each in _regions(plan).items() if name in calls or name in self._always}
@@ -211,7 +216,7 @@ class Handle(ShowsFigures, RemovedAtEnd):
 
     def resume(self) -> None:
         """Install the wrappers of all regions again after `pause`."""
-        self._tiles.install()  # first: a region may be a tiled module itself
+        self._tiles.install()
         for region in self.regions.values():
             region.install()
         if self._units is not None:

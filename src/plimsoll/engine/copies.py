@@ -117,7 +117,9 @@ class ReplacedForward(abc.ABC):
 
     def _leave(self, module: nn.Module) -> None:
         """Restore the original forward of this module, which is the managed module or a copy of it."""
-        if self._had_own:
+        if isinstance(self._original, ReplacedForward) and module is not self.module:
+            self._original._leave(module)  # also ours: it would compute with the managed module's weights
+        elif self._had_own:
             module.forward = self._original
         else:
             del module.__dict__["forward"]

@@ -27,8 +27,8 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from plimsoll.artifacts.tile import Tile
 from plimsoll.engine.copies import ReplacedForward, calling_module
 from plimsoll.engine.replay_rng import generators_of
-from plimsoll.errors import InvalidLoss, PlanMismatch
-from plimsoll.tracing.torch_internals import peek_functorch
+from plimsoll.errors import InvalidLoss, InvalidModel, PlanMismatch
+from plimsoll.tracing.torch_internals import peek_functorch, sequence_number
 
 _WIDE = 4
 """Gradients of parameters with fewer bytes per number than this are added up in float32."""
@@ -71,7 +71,8 @@ class TiledForward(ReplacedForward):
         }
         if len(sizes) != 1 or len([dim for dim in dims if dim is not None]) != len(self._tile.inputs):
             return None
-        return _Call(self._bare, self._tile, leaves, spec, dims, sizes.pop())
+        rows = sizes.pop()
+        return _Call(self._bare, self._tile, leaves, spec, dims, rows) if rows > 1 else None
 
 
 class _Bare(nn.Module):
@@ -206,8 +207,11 @@ class _Tiled(torch.autograd.Function):
             for tile, (start, count) in enumerate(call.parts):
                 call.put_state_back(tile)
                 leaves = sums.leaves(call.part(tensors, start, count))
+                first_node = sequence_number()
                 with torch.enable_grad():
                     outputs = call.compute(leaves)
+                if tile == 0:
+                    _refuse_other_sources(outputs, leaves, first_node)
                 parts = [
                     (output, gradient.narrow(call.output_dim(at), start, count))
                     for at, (output, gradient) in enumerate(zip(outputs, gradients, strict=True))
@@ -227,6 +231,28 @@ class _Tiled(torch.autograd.Function):
             why="it computes its gradients tile by tile, in backward",
             next="plan without 'tile' in allow= if you need forward-mode derivatives",
         )
+
+
+def _refuse_other_sources(outputs: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor], first_node: int) -> None:
+    """Raise an error if the outputs depend on a tensor that needs a gradient and is neither an argument nor a weight of the
+    module, such as an attribute that another module has computed. Its gradient would be wrong.
+    """
+    own = {id(leaf) for leaf in leaves}
+    pending: list[Any] = [output.grad_fn for output in outputs if output.grad_fn is not None]
+    seen = set(pending)
+    while pending:
+        node = pending.pop()
+        leaf = getattr(node, "variable", None)
+        if id(leaf) not in own if leaf is not None else node._sequence_nr() < first_node:
+            raise InvalidModel(
+                "A module that runs in tiles reads a tensor that is neither its argument nor its own weight.",
+                why="the gradient of that tensor would be computed once for each tile, and not be added up",
+                next="plan without 'tile' in allow=, or pass the tensor to the module as an argument",
+            )
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                pending.append(following)
 
 
 def _backward(parts: list[tuple[torch.Tensor, torch.Tensor]]) -> None:

@@ -83,9 +83,9 @@ class VerifyingRecorder(OpRecorder):
         self._contents: dict[int, int] = {}
         self._shadows: dict[int, torch.Tensor] = {}
         self._undefined: set[int] = set()
-        self._lost: set[int] = set()
-        """Storages into which an op has written in place that may not run again. What writes to them next is not compared: a
-        copy for that would make the recording call larger than later calls."""
+        self._lost: dict[int, str] = {}
+        """Storages into which an op has written in place that may not run again, each with the reason. What writes to them
+        next is not compared: a copy for that would make the recording call larger than later calls."""
         self._outside: set[int] = set()
         self._unset_outputs: tuple[int, ...] = ()
 
@@ -122,7 +122,7 @@ class VerifyingRecorder(OpRecorder):
         if any(storage in self._outside for storage in written):
             return func(*args, **kwargs)
         if any(storage in self._lost for storage in written):
-            op.obstacle = op.obstacle or _NO_STATE
+            op.obstacle = op.obstacle or next(self._lost[each] for each in written if each in self._lost)
             return func(*args, **kwargs)
         self._refuse_undefined_reads(op, written)
         device = _device(args, kwargs)
@@ -302,7 +302,7 @@ class VerifyingRecorder(OpRecorder):
         op.scratch = frozenset(changed)
         if op.obstacle or (op.is_random and state is None):
             op.obstacle = op.obstacle or _NO_STATE
-            self._lost.update(bases)
+            self._lost |= dict.fromkeys(bases, op.obstacle)
             for storage in bases:
                 self._shadows.pop(storage, None)
             return

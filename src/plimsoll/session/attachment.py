@@ -130,6 +130,8 @@ _KNOWLEDGE = (
     "_metered",
     "_seen",
     "_planned_frozen",
+    "_options",
+    "_is_over",
     "_watch",
 )
 """The attributes that `Attachment.recall` restores. `Attachment.know_nothing` resets them."""
@@ -215,7 +217,9 @@ class Attachment(ShowsFigures, RemovedAtEnd):
         self._unannounced_steps: int | None = 0
         """How many steps have ended under a plan for the budget without a line about it; None once the line was written."""
         self.repeats_collectives = COLLECTIVES in options.allow
-        self._budget, self._options, self._optimizer = budget, options, optimizer
+        if agreement.size > 1:
+            options.refuse_tiles("A step of several ranks")
+        self._budget, self._asked, self._optimizer = budget, options, optimizer
         self._has_ladder = can_follow_shapes(options, agreement.size)
         self._source = CompiledStep(model, units) if units else EagerStep(model, options)
         self._failed_traces = 0
@@ -476,6 +480,8 @@ class Attachment(ShowsFigures, RemovedAtEnd):
 
     def know_nothing(self) -> None:
         """Forget all plans and measurements, so that the next call is treated as the first one."""
+        self._options = self._asked
+        """The options with the tiles that were chosen for the traced step."""
         self.state = State.UNTRACED
         self._traced: FirstStep | None = None
         self._shaped: ShapePlans | None = None
@@ -527,7 +533,7 @@ class Attachment(ShowsFigures, RemovedAtEnd):
             self._remembered.clear()
         elif self._traced is not None:
             known = {name: getattr(self, name) for name in _KNOWLEDGE}
-            known["measured"] = self._steps.measured
+            known["measured"], known["plan"] = self._steps.measured, self.plan
             if self.state is State.MEASURING:
                 self._watch.remove()  # it has seen the measured step, and must not see steps of other parameters
             self._remembered.pop(self._planned_frozen, None)
@@ -544,7 +550,7 @@ class Attachment(ShowsFigures, RemovedAtEnd):
             return
         known = self._remembered.pop(found)
         withheld = self._room.account.withheld
-        watch, self._steps.measured = self._watch, known.pop("measured")
+        watch, self._steps.measured, plan = self._watch, known.pop("measured"), known.pop("plan")
         for name, value in known.items():
             setattr(self, name, value)
         self._room.account = self._room.account.withholding(withheld)
@@ -555,6 +561,8 @@ class Attachment(ShowsFigures, RemovedAtEnd):
             self._count_all_state()
         else:
             watch.remove()  # the account is made from the remembered watch
+        if plan is not None:
+            self._run(plan)  # the plan in force was made for the other parameters
 
     def _count_all_state(self) -> None:
         """Count the state that optimizers have made while other parameters were trained, and observe their steps."""
@@ -1034,10 +1042,10 @@ class Attachment(ShowsFigures, RemovedAtEnd):
         planner, plan = self._traced_step.planner, self._current_plan
         limit_bytes = (planner.own_budget_bytes or 0) - self._room.account.withheld
         peak_bytes, cause = self._steps.take_peak(self._state_bytes(), self._metered, limit_bytes)
-        self._announce(is_measured=peak_bytes > 0)
         if self._steps.parts.first:
             self._judge_parts(peak_bytes, limit_bytes)
             return
+        self._announce(is_measured=peak_bytes > 0)
         over_bytes = peak_bytes - limit_bytes
         is_named, self._is_named = self._is_named, False
         next_ = "later steps are planned for a budget that is smaller by this amount, if some plan needs less"

@@ -179,7 +179,7 @@ class PlanOptions:
         if self.may_tile:
             raise InvalidStrategy(
                 f"{what} cannot run in tiles.",
-                why="only plan and attach decide about tiles, and only for models that torch.compile does not compile",
+                why="only plan and attach decide about tiles, in one process, for models that torch.compile does not compile",
                 next="leave 'tile' out of allow=, or use plimsoll.plan or plimsoll.attach with the model as it is",
             )
 

@@ -125,6 +125,8 @@ def plan(
             link=link,
         )
         has_budget = described(has_budget=budget is not None)
+        if agreement.size > 1:
+            options.refuse_tiles("A step of several ranks")
         agreement.same("what to plan", {**task.facts(), **options.facts(), **has_budget})
         task = agreement.patient(task)
         is_compiled = plans_compiled(task.model, task.units, options, strategy, may_take_forms=agreement.size == 1)
@@ -207,14 +209,18 @@ def apply(
         agreement.same_plan(plan)
         refuse_attached(model)
         handle = manage_together(agreement, model, plan, sentinel_every=sentinel_every, verify_every=verify_every)
-        handle.remove_with_me(ContextWatch(inner_module(model), plan.signature))
-        budget_bytes = plan.budget_bytes_of_ranks.get(str(agreement.rank), plan.budget_bytes)
-        if budget_bytes is not None:
-            watch = BudgetWatch(model, handle, plan, budget_bytes)
-            handle.measure_with(lambda: watch.peak_bytes)
-            handle.remove_with_me(watch)
-        if can_retry(model, plan):
-            handle.retry_with(AppliedPlan(handle, model, plan, agreement).run)
+        try:
+            handle.remove_with_me(ContextWatch(inner_module(model), plan.signature))
+            budget_bytes = plan.budget_bytes_of_ranks.get(str(agreement.rank), plan.budget_bytes)
+            if budget_bytes is not None:
+                watch = BudgetWatch(model, handle, plan, budget_bytes)
+                handle.measure_with(lambda: watch.peak_bytes)
+                handle.remove_with_me(watch)
+            if can_retry(model, plan):
+                handle.retry_with(AppliedPlan(handle, model, plan, agreement).run)
+        except BaseException:
+            handle.remove()  # the caller gets no handle to remove the plan with
+            raise
         return handle
 
 

@@ -182,6 +182,7 @@ class StepPlanner:
         own = self.beside(self.trace, self.costs)
         own.wait_for(self.in_flight)
         own.extremes, own._index, own._solver = self.extremes, self._index, self._solver  # these take long to compute
+        own._unmanaged = self._unmanaged
         return own
 
     def beside(self, trace: Trace, costs: Costs) -> StepPlanner:
@@ -216,18 +217,11 @@ class StepPlanner:
         """The lowest predicted peak that a plan of this rank's step reaches, in bytes."""
         return self._planner.floor.peak_bytes
 
-    def in_tiles(self, task: TrainingTask, tiles: tuple[Tile, ...]) -> StepPlanner:
-        """Trace the step with these tiles, without timing its ops, and return a planner of this rank's own step."""
+    def traced_in_tiles(self, task: TrainingTask, tiles: tuple[Tile, ...]) -> StepPlanner:
+        """Trace the step with these tiles, without timing its ops, and return a planner of this process alone."""
         options = dataclasses.replace(self.options, tiles=tiles)
-        with self._agreement.stepping():
-            traced = trace_task(task, options, optimizer_is_optional=True, repeats=0)
+        traced = trace_task(task, options, optimizer_is_optional=True, repeats=0)
         return StepPlanner(traced, self.costs, options, self.own_budget_bytes)
-
-    def fits_in_tiles(self, task: TrainingTask, tiles: tuple[Tile, ...]) -> bool:
-        """Return whether each rank's lowest peak is within its budget if the step runs in these tiles."""
-        tiled = self.in_tiles(task, tiles)
-        fits = tiled.own_budget_bytes is not None and tiled.floor_bytes <= tiled.own_budget_bytes
-        return self._agreement.every("budgets in tiles", holds=fits)
 
     def compare_with(self, whole: StepPlanner) -> None:
         """From now on, compare plans with the unmanaged step of another planner: with the step that does not run in tiles."""
@@ -320,7 +314,8 @@ class StepPlanner:
         """Yield the plans of the ladder: those that the solver found between the peak without a plan and the lowest peak, the
         cheapest plan first.
         """
-        return map(self.options.written_into, rungs_of(self._planner))
+        rungs = map(self.options.written_into, rungs_of(self._planner))
+        return rungs if self._unmanaged is None else (_compared_with(rung, self._unmanaged) for rung in rungs)
 
     def predicted_bytes(self, plan: Plan) -> int | None:
         """Return the predicted peak of this rank's step under a plan that was made for another step, or None if the plan cannot
@@ -608,7 +603,8 @@ class StepPlanner:
         return self._solver
 
     def _sense(self, step: TrainingStep) -> Sensed:
-        return sense_forms(step, self.trace, self.costs, self.extremes.lowest, self.options)
+        lowest = self.options.written_into(self.extremes.lowest)
+        return sense_forms(step, self.trace, self.costs, lowest, self.options)
 
 
 def _as_if_timed_together(trace: Trace, first: Costs, second: Costs) -> Costs:

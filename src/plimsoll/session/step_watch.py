@@ -231,6 +231,7 @@ class StepWatch:
         self.drop()
         self.graphs.begin()
         self.parts.end_step()
+        self._running_calls = 0  # after KeyboardInterrupt, torch does not run the hook that counts the call's end
 
     def meter_if_new(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], situation: Situation, situations: MeteredSituations

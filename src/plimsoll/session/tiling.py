@@ -20,7 +20,7 @@ import math
 from collections.abc import Callable, Iterable
 
 from plimsoll.artifacts.tile import Tile
-from plimsoll.errors import BudgetBelowFloor
+from plimsoll.errors import BudgetBelowFloor, PlimsollError
 from plimsoll.session.options import PlanOptions
 from plimsoll.session.step_planner import StepPlanner
 from plimsoll.session.task import TrainingTask
@@ -95,6 +95,15 @@ def with_best_tiles(
     """
     if whole.budget_bytes is None or whole.fits_unmanaged():
         return whole
+    try:
+        return _fastest(whole, task, planner_of)
+    except (RuntimeError, PlimsollError):  # the model's own code may refuse to run a part of its rows
+        _LOG.warning("plimsoll: tiles are not used, because a step in tiles fails", exc_info=True)
+        return whole
+
+
+def _fastest(whole: StepPlanner, task: TrainingTask, planner_of: Callable[[PlanOptions], StepPlanner]) -> StepPlanner:
+    """Search for the set of tiles with the fastest plan, as `with_best_tiles` describes."""
     sets = candidates(find_tileable(task, whole.options))
     if not sets:
         _LOG.info(
@@ -112,7 +121,10 @@ def with_best_tiles(
     first = 0
     if seconds == math.inf:
         # More tiles have a lower peak, so the first set that fits is found by bisection.
-        first = bisect.bisect_left(sets, True, key=functools.partial(whole.fits_in_tiles, task))
+        budget_bytes = whole.budget_bytes or 0
+        first = bisect.bisect_left(
+            sets, True, key=lambda tiles: whole.traced_in_tiles(task, tiles).floor_bytes <= budget_bytes
+        )
         if first == len(sets):
             return min((whole, tiled(first - 1)[0]), key=lambda planner: planner.floor_bytes)
     for at in range(first, len(sets)):
@@ -127,7 +139,7 @@ def name_tiles(refusal: BudgetBelowFloor, whole: StepPlanner, task: TrainingTask
     """Add to a refusal how far tiles would lower the lowest peak, if it is more than 5%. This traces the step once more."""
     try:
         sets = candidates(find_tileable(task, whole.options)) if whole.options.may_recompute else []
-        lowest_bytes = whole.in_tiles(task, sets[-1]).floor_bytes if sets else whole.floor_bytes
+        lowest_bytes = whole.traced_in_tiles(task, sets[-1]).floor_bytes if sets else whole.floor_bytes
     except Exception:  # noqa: BLE001 - whatever the search meets in the model, the user must see the refusal
         _LOG.debug("plimsoll: the step could not be traced in tiles", exc_info=True)
         return

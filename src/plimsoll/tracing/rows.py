@@ -86,6 +86,8 @@ class _Scope:
     rows: int
     inputs: dict[str, int]
     outer_bytes: int
+    given: frozenset[int]
+    """The storages of the arguments."""
     layouts: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)
     made_bytes: int = 0
     is_random: bool = False
@@ -179,7 +181,7 @@ class RowFollower(TorchDispatchMode):
                 scope.is_random |= torch.Tag.nondeterministic_seeded in func.tags
                 if not scope.reason:
                     try:
-                        _follow(scope.layouts, func, args, kwargs or {}, out)
+                        _follow(scope, func, args, kwargs or {}, out)
                     except MixesRows as mixing:
                         scope.reason = f"{func._schema.name.partition('::')[2]} {mixing}"
                     except (LookupError, TypeError, AttributeError):  # a form of the op that its rule does not know
@@ -199,7 +201,8 @@ def _scopes(path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[_S
             continue
         rowed = {place: dim for place, tensor in tensors.items() if tensor.shape[: dim + 1] == first.shape[: dim + 1]}
         outer_bytes = sum(tensors[place].nbytes for place in rowed)
-        scope = _Scope(path, dim, first.shape[dim], rowed, outer_bytes)
+        storages = frozenset(tensor.untyped_storage()._cdata for tensor in tensors.values())
+        scope = _Scope(path, dim, first.shape[dim], rowed, outer_bytes, storages)
         for place in rowed:
             scope.layouts[tensors[place]] = _plain(tensors[place].shape, dim)
         scopes.append(scope)
@@ -331,13 +334,14 @@ class _Op:
 
 
 def _follow(
-    known: WeakIdKeyDictionary, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
+    scope: _Scope, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
 ) -> None:
     """Note the layouts of an op's results.
 
     Raises:
         MixesRows: a row of a result may depend on other rows.
     """
+    known = scope.layouts
     arguments = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
     layouts: dict[str, Any] = {}
     for name, value in arguments.items():
@@ -347,6 +351,10 @@ def _follow(
             layouts[name] = [known.get(each) if isinstance(each, torch.Tensor) else None for each in value]
     op = _Op(func, arguments, layouts, out)
     written = [argument.name for argument in func._schema.arguments if argument.is_write]
+    for name in written:
+        target = arguments.get(name)
+        if isinstance(target, torch.Tensor) and target.untyped_storage()._cdata in scope.given:
+            raise MixesRows("writes to an argument")
     if all(layout is None for _, layout in op.inputs):
         for name in written:
             if isinstance(arguments.get(name), torch.Tensor) and not func._schema.name.endswith(("fill_", "zero_")):
@@ -690,8 +698,9 @@ def _is_rounding(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def may_run_in_tiles(model: nn.Module, regions: Collection[str]) -> dict[str, nn.Module]:
-    """Return the modules that can be considered for tiles, by path: those that do not contain a region, and whose submodules
-    do not have hooks (which would run once for each tile, and again in backward).
+    """Return the modules that may run in tiles, by path. A module that contains a region may not, but a region itself may.
+
+    Hooks on submodules would run once for each tile and again in backward, so modules with such submodules are left out too.
     """
     return {
         path: module

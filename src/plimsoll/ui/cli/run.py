@@ -88,13 +88,19 @@ def _run(script: str, arguments: list[str], budget: str, *, is_module: bool) -> 
         sys.path.insert(
             0, str(Path(script).resolve().parent)
         )  # where python puts it, so that the script's imports work
+    ending: SystemExit | None = None
     with AttachOnCall(budget, {}) as found:
-        if is_module:
-            runpy.run_module(script, run_name="__main__", alter_sys=True)
-        else:
-            runpy.run_path(script, run_name="__main__")
+        try:
+            if is_module:
+                runpy.run_module(script, run_name="__main__", alter_sys=True)
+            else:
+                runpy.run_path(script, run_name="__main__")
+        except SystemExit as exit_:  # sys.exit(main()) is a usual end of a script
+            ending = exit_
     if found.handle is None:
         terminal.stderr().print(
             f"plimsoll: the budget {budget} was not used: no model that an optimizer trains was called in training mode.",
             soft_wrap=True,
         )
+    if ending is not None:
+        raise ending
