@@ -140,4 +140,4 @@ def test_the_rows_of_a_chunk_follow_from_bytes_or_a_count():
     assert chunk_rows_for(8192, 4096, 131072, chunk_bytes="1GiB", **sizes) == 2048
     assert chunk_rows_for(8192, 4096, 131072, chunk_rows=7, **sizes) == 7
     with pytest.raises(InvalidOption):
-        chunk_rows_for(8192, 4096, 131072, chunk_bytes=1000, **sizes)
+        chunk_rows_for(8192, 4096, 131072, chunk_bytes="1000B", **sizes)
