@@ -11,7 +11,6 @@ class Tile(msgspec.Struct, frozen=True, kw_only=True):
     ``inputs`` maps the place of each argument that has rows (a position or a keyword, as text) to the dimension of its rows,
     and ``outputs`` has the dimension of the rows in each returned tensor. ``rows`` is the number of rows in the planned step.
     If ``is_random``, the call draws random numbers (dropout), and each tile draws the same numbers again in backward.
-    ``inner_bytes`` are the bytes of the tensors that the whole call makes and does not return.
     """
 
     path: str
@@ -20,7 +19,6 @@ class Tile(msgspec.Struct, frozen=True, kw_only=True):
     inputs: dict[str, int]
     outputs: tuple[int, ...]
     is_random: bool = False
-    inner_bytes: int = 0
 
     @property
     def rows_per_tile(self) -> int:

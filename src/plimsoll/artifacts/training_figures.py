@@ -104,7 +104,7 @@ class ShowsFigures(abc.ABC):
         """Return one line that names the model and what happens to it now."""
 
     def _shown_plan(self) -> Plan | None:
-        """Return the plan to show below the headline, or ``None`` if there is none."""
+        """Return the plan to show below the headline, or ``None`` to show only the headline."""
         return None
 
     def metrics(self) -> dict[str, float]:

@@ -4,8 +4,8 @@ It is for modules that work row by row (see `plimsoll.tracing.rows`). Forward ru
 Backward runs each tile's forward again, computes the tile's gradients, and adds the gradients of the weights up over the tiles.
 So a tiled call recomputes, like checkpointing, but its memory in backward is that of one tile.
 
-Tiles are other matrix shapes, and the gradients of the weights are sums in another order. So results equal those of the whole
-call up to rounding, not bit for bit. If parameters are narrower than 32 bits, their gradients are added up in float32.
+Tiles are other matrix shapes, and the gradients of the weights are sums in another order. So results equal the whole call's
+results up to rounding, not bit for bit. If parameters are narrower than 32 bits, their gradients are added up in float32.
 
 A tiled call is an ordinary part of the step: a region that contains one is recorded, recomputed, compressed and offloaded as
 any other region.
@@ -98,13 +98,12 @@ class _Call:
         self._leaves = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         self.dims = [dims[at] for at in self._places]
         """For each tensor argument, the dimension of its rows, or ``None`` if every tile gets the whole tensor."""
-        self._weights = dict(bare.named_parameters()) | dict(bare.named_buffers())
-        self.tensors: list[torch.Tensor] = [*(leaves[at] for at in self._places), *self._weights.values()]
+        weights = dict(bare.named_parameters()) | dict(bare.named_buffers())
+        self._names = list(weights)
+        self.tensors: list[torch.Tensor] = [*(leaves[at] for at in self._places), *weights.values()]
         step = -(-rows // self._tile.count)
         self.parts = [(start, min(step, rows - start)) for start in range(0, rows, step)]
-        device = self.tensors[0].device
-        self.device = device
-        self._names = list(self._weights)
+        self.device = device = self.tensors[0].device
         self._training = [(module, module.training) for module in bare.module.modules()]
         self._autocast = (torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type))
         self._generators = generators_of([device]) if tile.is_random else ()
@@ -114,7 +113,7 @@ class _Call:
     def run(self) -> Any:
         """Run the tiles, and return the whole call's output."""
         outputs = _Tiled.apply(self, *self.tensors)
-        self.tensors, self._weights = [], {}
+        self.tensors = []  # autograd holds them now, and frees them when backward is over
         return outputs if self.is_tuple or not isinstance(outputs, tuple) else outputs[0]
 
     def part(self, tensors: Sequence[torch.Tensor], start: int, count: int) -> list[torch.Tensor]:
@@ -165,8 +164,10 @@ class _Call:
             for generator, state in zip(self._generators, self.states[tile], strict=True):
                 generator.set_state(state.get_state())
 
-    def output_dim(self, at: int) -> int:
-        return self._tile.outputs[at]
+    @property
+    def output_dims(self) -> tuple[int, ...]:
+        """The dimension of the rows in each output."""
+        return self._tile.outputs
 
 
 class _Tiled(torch.autograd.Function):
@@ -181,8 +182,7 @@ class _Tiled(torch.autograd.Function):
         for start, count in call.parts:
             call.note_state()
             outputs = call.compute(call.part(tensors, start, count))
-            for at, output in enumerate(outputs):
-                dim = call.output_dim(at)
+            for at, (output, dim) in enumerate(zip(outputs, call.output_dims, strict=True)):
                 if start == 0:
                     shape = [*output.shape]
                     shape[dim] = rows
@@ -213,8 +213,8 @@ class _Tiled(torch.autograd.Function):
                 if tile == 0:
                     _refuse_other_sources(outputs, leaves, first_node)
                 parts = [
-                    (output, gradient.narrow(call.output_dim(at), start, count))
-                    for at, (output, gradient) in enumerate(zip(outputs, gradients, strict=True))
+                    (output, gradient.narrow(dim, start, count))
+                    for output, gradient, dim in zip(outputs, gradients, call.output_dims, strict=True)
                     if output.requires_grad
                 ]
                 del outputs

@@ -44,7 +44,7 @@ def find_fitting_changes(
     Changes that train something else (adapters instead of all weights) come last.
 
     Args:
-        found: the estimate of the job as it is.
+        found: the estimate of the unchanged job.
         options: the options of that estimate. Options that are empty are not given.
         ask: makes the estimate under other options. It may raise ``PlimsollError``; that change is then left out.
         progress: a function that receives the name of the current change and the share of the work that is done.

@@ -82,7 +82,7 @@ class AttachOnCall:
                         "parameters outside of it, and the memory of their training is not planned. Call plimsoll.attach in "
                         "the program to choose the module"
                     )
-                self._undo.close()  # from now on calls run as they are
+                self._undo.close()  # later calls are not watched
                 self.handle = attach(module, self._budget, optimizer=_own(optimizer), **self._options)
                 return
 

@@ -639,17 +639,18 @@ class Attachment(ShowsFigures, RemovedAtEnd):
         """
         task = dataclasses.replace(self._task(call), optimizer=optimizer_in_view(self.model, self._optimizer))
         with self._tracing():
-            planner, error_scale = first_planner(
+            planned = functools.partial(
+                first_planner,
                 self.agreement,
                 task,
-                self._options,
-                self._budget,
+                budget=self._budget,
                 optimizer_is_optional=task.optimizer is not self._optimizer,
                 taken_bytes=self._room.account.total_bytes(),
-                progress=part_of(self._progress, 0.0, 0.5) if self._traced is None else silent,
             )
+            report = part_of(self._progress, 0.0, 0.5) if self._traced is None else silent
+            planner, error_scale = planned(options=self._options, progress=report)
             if self._options.may_tile and self._traced is None:
-                planner = with_best_tiles(planner, task, functools.partial(self._planner_in_tiles, task))
+                planner = with_best_tiles(planner, task, lambda options: planned(options=options)[0])
                 self._options = planner.options  # later steps run in the same tiles
             traced = FirstStep(
                 planner,
@@ -673,18 +674,6 @@ class Attachment(ShowsFigures, RemovedAtEnd):
         self._tried_bytes = self._tried_rest_bytes = 0
         self._progress("measuring the first step", 0.6)
         self._measure(call)
-
-    def _planner_in_tiles(self, task: TrainingTask, options: PlanOptions) -> StepPlanner:
-        """Return a planner for the step that runs in the tiles of these options."""
-        planner, _ = first_planner(
-            self.agreement,
-            task,
-            options,
-            self._budget,
-            optimizer_is_optional=task.optimizer is not self._optimizer,
-            taken_bytes=self._room.account.total_bytes(),
-        )
-        return planner
 
     def _lowest_to_measure(self, planner: StepPlanner, task: TrainingTask, error_scale: float) -> Plan:
         """Return the plan with the lowest peak for the first step.
@@ -857,7 +846,7 @@ class Attachment(ShowsFigures, RemovedAtEnd):
         except BudgetBelowFloor as error:
             if floor_bytes > planner.budget_bytes:
                 if self._is_over and most_bytes > _SURE * floor_bytes and self._tries < _MOST_OVER:
-                    return  # measure a step that begins with what this one left behind, instead of adding these bytes
+                    return  # measure the next step: it begins with the bytes that this one left behind
                 raise planner.refusal(lowest, self._refused_bytes(most_bytes)) from error
             if most_bytes > planner.budget_bytes and self._tries < _MOST_TRIES:
                 # `most_bytes` is an estimate: this step recorded the plan, and began without what it left behind. Measure a

@@ -180,7 +180,7 @@ class PlanOptions:
             raise InvalidStrategy(
                 f"{what} cannot run in tiles.",
                 why="only plan and attach decide about tiles, in one process, for models that torch.compile does not compile",
-                next="leave 'tile' out of allow=, or use plimsoll.plan or plimsoll.attach with the model as it is",
+                next="leave 'tile' out of allow=, or pass the uncompiled model to plimsoll.plan or plimsoll.attach",
             )
 
     def facts(self) -> dict[str, str]:

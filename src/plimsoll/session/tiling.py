@@ -2,9 +2,9 @@
 
 One number decides about all calls: the *tile bytes*. Each row-wise call gets as many tiles as it needs so that one tile makes
 about that many bytes, so calls that make less are not cut at all. The candidates are the largest call's bytes divided by 2, 4,
-…, 64, but at least half a MiB. The step is traced anew with each candidate's tiles. So memory, recomputation and the speed of
-short tiles are those of the tiled step itself, and the other decisions (keep, recompute, compress, offload) are made for it as
-for any step.
+…, 64, but at least half a MiB. The step is traced anew with each candidate's tiles. So the
+tiled step itself shows its memory, its recomputation and the speed of short tiles. The other decisions (keep, recompute,
+compress, offload) are made for it as for any step.
 
 The smallest number of tiles that fits the budget comes first. More tiles are tried as long as they give a faster plan: they
 take longer themselves, but leave more memory to keep other values.
@@ -76,7 +76,6 @@ def _tiles_of(call: RowwiseCall, tile_bytes: int) -> Iterable[Tile]:
             inputs=call.inputs,
             outputs=call.outputs,
             is_random=call.is_random,
-            inner_bytes=call.inner_bytes,
         )
 
 

@@ -16,6 +16,7 @@ more, and some rows of each row-wise call are computed alone and compared.
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -42,6 +43,7 @@ Layout = tuple[tuple[int, ...], ...]
 A tensor (batch 2, rows, 8) that was reshaped to (2 · rows, 8) has the layout ((2, -1), (8,)).
 """
 
+_LOG = logging.getLogger(__name__)
 MOST_TILES = 64
 """The most tiles that a call may be cut into."""
 _ROWS = -1
@@ -641,6 +643,8 @@ def find_rowwise_calls(
             args, kwargs = private_copy(call)
         with follower.watching(modules), follower:
             model(*args, **kwargs)
+    for path, reason in follower.reasons.items():
+        _LOG.debug("plimsoll: %s cannot run in tiles: %s", path, reason)
     found = follower.found
     if found and not is_fake:
         with untouched(model), arguments_kept(call), torch.no_grad():

@@ -1,6 +1,6 @@
 """Renders a document as a piece of HTML for notebooks: its first lines, its charts of memory and time, and the rest as text.
 
-A notebook sets its own colours, so texts and lines take the colour of the text around them. There is no script.
+A notebook sets its own colours, so texts and lines take the colour of the text around them. It runs no script.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def render_notebook(document: Document | None, *, text: str = "") -> str:
 
     Args:
         document: the content of an artifact; ``None`` if only ``text`` is shown.
-        text: lines to show first, as they are.
+        text: lines to show first, unchanged.
     """
     parts = [f"<pre>{html.escape(text)}</pre>"] if text else []
     if document is not None:

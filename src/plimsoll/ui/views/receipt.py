@@ -141,7 +141,7 @@ def _equality(receipt: Receipt) -> list[tuple[str, str]]:
 
 
 def _tile_rounding(rounding: TileRounding) -> str:
-    """Return a text that says how far tiles move the gradient, beside the rounding that the step has anyway."""
+    """Return a text that says how far tiles move the gradient, and how large the rounding error of the plain step is."""
     dropout = ", without dropout" if rounding.is_without_dropout else ""
     if rounding.obstacle:
         return (
