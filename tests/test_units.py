@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plimsoll.errors import InvalidBudget
-from plimsoll.units import GIB, KIB, MIB, format_bytes, format_seconds, format_share, parse_bytes
+from plimsoll.units import GIB, KIB, MIB, format_bytes, format_seconds, format_share, parse_budget, parse_bytes
 
 
 @pytest.mark.parametrize(
@@ -47,14 +47,15 @@ def test_what_is_no_amount_of_memory_is_refused(amount: object):
 
 @given(st.integers(min_value=1, max_value=2**50))
 def test_ints_pass_through(bytes_: int):
-    assert parse_bytes(bytes_ + KIB) == bytes_ + KIB
+    assert parse_bytes(bytes_) == bytes_
+    assert parse_budget(bytes_ + KIB) == bytes_ + KIB
     assert parse_bytes(f"{bytes_}B") == bytes_
 
 
 @pytest.mark.parametrize("amount", [1, 24, 80, 1023])
 def test_a_number_that_must_be_meant_in_gib_is_refused(amount: int):
     with pytest.raises(InvalidBudget, match=f'write "{amount}GiB"'):
-        parse_bytes(amount)
+        parse_budget(amount)
 
 
 @pytest.mark.parametrize(

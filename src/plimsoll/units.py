@@ -39,8 +39,7 @@ def parse_bytes(amount: int | str) -> int:
         amount: ``70 * 2**30``, ``"70GiB"``, ``"80GB"``.
 
     Raises:
-        InvalidBudget: the unit is missing, ambiguous (``"24G"``) or unknown, or the amount is not positive. An int below 1024
-            is refused too: it is almost always a number of GiB.
+        InvalidBudget: the unit is missing, ambiguous (``"24G"``) or unknown, or the amount is not positive.
 
     Example:
         >>> parse_bytes("1.5GiB")
@@ -54,12 +53,6 @@ def parse_bytes(amount: int | str) -> int:
         )
     if isinstance(amount, int):
         bytes_ = amount
-        if 0 < bytes_ < KIB:
-            raise InvalidBudget(
-                f"{amount} is an amount of {amount} bytes.",
-                why="an int without a unit counts bytes, and no training step fits in so few",
-                next=f'write "{amount}GiB" or "{amount}MiB", or "{amount}B" if you mean bytes',
-            )
     else:
         match = _TEXT.fullmatch(amount)
         if match is None:
@@ -96,6 +89,26 @@ def parse_bytes(amount: int | str) -> int:
             "The amount of memory is too large.",
             why=f"the largest accepted amount is {_MOST} bytes",
             next='write "24GiB"',
+        )
+    return bytes_
+
+
+def parse_budget(amount: int | str) -> int:
+    """Parse a budget as `parse_bytes` does, but refuse an int below 1024, which is almost always a number of GiB.
+
+    Raises:
+        InvalidBudget: as for `parse_bytes`, or such an int.
+
+    Example:
+        >>> parse_budget("24GiB")
+        25769803776
+    """
+    bytes_ = parse_bytes(amount)
+    if isinstance(amount, int) and bytes_ < KIB:
+        raise InvalidBudget(
+            f"{amount} is a budget of {amount} bytes.",
+            why="an int without a unit counts bytes, and no training step fits in so few",
+            next=f'write "{amount}GiB" or "{amount}MiB", or "{amount}B" if you mean bytes',
         )
     return bytes_
 

@@ -30,7 +30,7 @@ from plimsoll.session.attachment import Attachment
 from plimsoll.session.options import Budget
 from plimsoll.tracing.meters.memory import storage_bytes
 from plimsoll.tracing.zero import engine_of, inside_engine
-from plimsoll.units import format_bytes, parse_bytes
+from plimsoll.units import format_bytes, parse_budget
 
 _FLAGS = ("gradient_checkpointing", "grad_checkpointing")
 """Flags on the modules of transformers, diffusers and timm. A flag switches the module's activation checkpointing on."""
@@ -196,7 +196,7 @@ class BudgetedTraining:
 
     def _budget_beside(self) -> int:
         """Return the budget in bytes minus the bytes of the other models on the device."""
-        budget_bytes = parse_bytes(self._budget)
+        budget_bytes = parse_budget(self._budget)
         if budget_bytes > self._beside_bytes:
             return budget_bytes - self._beside_bytes
         raise BudgetBelowFloor(

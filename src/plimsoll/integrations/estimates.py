@@ -23,7 +23,7 @@ from plimsoll.errors import BudgetBelowFloor
 from plimsoll.estimator.budget import COUNTED_ERROR, framework_items
 from plimsoll.integrations.search import PlanSearch
 from plimsoll.planning.costing.devices import find_device
-from plimsoll.units import check_count, format_bytes, parse_bytes
+from plimsoll.units import check_count, format_bytes, parse_budget
 
 _TEMPORARY_ERROR = 0.6
 """The relative error of the temporaries.
@@ -106,7 +106,7 @@ def estimate_step(
         started: the time when the work began, by ``time.monotonic``.
     """
     unmanaged = step.unmanaged_taken()
-    limit = None if budget is None else parse_bytes(budget)
+    limit = None if budget is None else parse_budget(budget)
     plan = None if limit is None or unmanaged + sizes.total <= limit else step.plan(sizes.room_in(limit))
     stage = _stage(step, sizes, unmanaged, plan, device)
     seconds = stage.seconds.forward_seconds + stage.seconds.backward_seconds + stage.seconds.recompute_seconds
@@ -201,7 +201,7 @@ def fit_steps(at: Callable[[int], tuple[Plannable, FixedSizes]], budget: str | i
         InvalidOption: ``most_batch`` is less than 1.
     """
     check_count("most_batch", most_batch, least=1)
-    started, limit = time.monotonic(), parse_bytes(budget)
+    started, limit = time.monotonic(), parse_budget(budget)
     found: dict[int, tuple[FitPoint, Plan | None]] = {}
 
     def look(rows: int) -> Plannable:

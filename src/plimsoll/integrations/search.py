@@ -19,7 +19,7 @@ from plimsoll.artifacts.trace import Trace
 from plimsoll.errors import BudgetBelowFloor, InvalidOption, PlanMismatch
 from plimsoll.planning.solve import Planner, lowest_known, solve
 from plimsoll.planning.step import StepIndex
-from plimsoll.units import format_bytes, format_bytes_up, parse_bytes
+from plimsoll.units import format_bytes, format_bytes_up, parse_budget
 
 _TRIALS = 4
 """The most plans that one search measures. Most searches need two."""
@@ -103,7 +103,7 @@ class PlanSearch:
         Raises:
             BudgetBelowFloor: no measured plan is within the budget.
         """
-        started, budget_bytes = time.monotonic(), None if budget is None else parse_bytes(budget)
+        started, budget_bytes = time.monotonic(), None if budget is None else parse_budget(budget)
         room, fitting = self._room(budget_bytes), None
         for _ in range(_TRIALS):
             found = self._choose(room)

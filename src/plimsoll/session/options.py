@@ -23,7 +23,7 @@ from plimsoll.planning.choice import Limits
 from plimsoll.planning.costing.devices import find_device
 from plimsoll.planning.pins import Override, parse_override
 from plimsoll.planning.strategies import check_strategy, codecs_of_strategy, uses_link
-from plimsoll.units import format_bytes, parse_bytes
+from plimsoll.units import format_bytes, parse_budget
 
 AUTO_MARGIN = 0.08
 """``budget="auto"`` leaves this share of the device's memory free for allocator fragmentation, libraries' workspaces and
@@ -48,7 +48,7 @@ class Budget:
     @classmethod
     def required(cls, budget: int | str) -> Budget:
         """Parse a budget, as ``read`` does, but refuse ``None``."""
-        return cls(is_auto=True) if budget == "auto" else cls(parse_bytes(budget))
+        return cls(is_auto=True) if budget == "auto" else cls(parse_budget(budget))
 
     def bytes_on(self, costs: Costs) -> int | None:
         """Return the budget in bytes on the device of these costs; ``None`` without a limit."""
@@ -131,7 +131,7 @@ class PlanOptions:
             device_profile=device_profile,
             allow=tuple(word for word in _ALLOWED if word in _words(allow)),
             max_error=read_error(max_error),
-            host_budget_bytes=None if host_budget is None else parse_bytes(host_budget),
+            host_budget_bytes=None if host_budget is None else parse_budget(host_budget),
             overrides=decided,
             link=_read_link(link),
         )
