@@ -167,7 +167,7 @@ def test_every_step_runs_in_a_context_of_its_own():
 @pytest.mark.parametrize(
     ("options", "found"),
     [
-        ({"context": saved_tensors_hooks(lambda t: t, lambda t: t)}, "context= is a saved_tensors_hooks"),
+        ({"context": saved_tensors_hooks(lambda t: t, lambda t: t)}, "context= has the type saved_tensors_hooks"),
         ({"context": lambda: 3}, "context= returned a int"),
         ({"steps": 0}, "steps=0"),
         ({"curve_steps": -1}, "curve_steps=-1"),
