@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import warnings
+from unittest import mock
 
 import pytest
 import torch
 
 import plimsoll
 from plimsoll.errors import PlanMismatch
+from plimsoll.session.step_planner import StepPlanner
 from steps import Stack, mean_square
 
 BATCH = torch.randn(256, 32)
@@ -59,6 +61,16 @@ def test_attach_says_that_a_call_in_evaluation_mode_is_not_managed():
     with warnings.catch_warnings(), plimsoll.attach(model, "1GiB"), torch.no_grad():
         warnings.simplefilter("error")
         model(BATCH)
+
+
+def test_the_search_for_nan_is_not_in_a_trace():
+    # Traces of later calls do not have it. If the first had it, every new shape would be traced twice, and timed.
+    model = Stack(2, 32)
+    planner = mock.patch.object(StepPlanner, "traced", autospec=True, side_effect=StepPlanner.traced)
+    with planner as traced, plimsoll.attach(model, "1GiB"):
+        for rows in (256, 256, 128):
+            mean_square(model(BATCH[:rows])).backward()
+    assert [call.kwargs["is_timed"] for call in traced.call_args_list] == [False]
 
 
 def test_a_plan_is_not_applied_to_a_model_that_attach_manages(plan):

@@ -1290,7 +1290,8 @@ class Attachment(ShowsFigures, RemovedAtEnd):
         try:
             # A loop may collect losses of blocks in a global list. It must not find losses of traced steps there.
             kept = globals_kept(self.model.modules())
-            with self._source.away(), self._steps.looking_away(), self._work.paused(), kept:
+            watches_away = self._steps.looking_away(), self._context.looking_away()
+            with self._source.away(), watches_away[0], watches_away[1], self._work.paused(), kept:
                 yield
         except InvalidBatch as error:
             own = error.__cause__

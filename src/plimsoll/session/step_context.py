@@ -5,6 +5,8 @@ Shapes do not show any of them. Each is said once, in the first call that has it
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -43,15 +45,26 @@ class ContextWatch:
         self._planned_casts = [part for part in parts if part.startswith(AUTOCAST)]
         self._is_training_planned = EVALUATION not in parts
         self._said: set[str] = set()
-        self._has_begun = False
+        self._has_begun = self._is_away = False
         self._hook = model.register_forward_pre_hook(CompileSafeHook(model, self._look), with_kwargs=True)
 
     def remove(self) -> None:
         """Remove the watch from the model."""
         self._hook.remove()
 
+    @contextlib.contextmanager
+    def looking_away(self) -> Iterator[None]:
+        """Ignore calls inside the ``with`` block. A trace must not record the search for NaN: only the first call has it, so
+        the traces of later calls would differ, and be made and timed anew.
+        """
+        self._is_away = True
+        try:
+            yield
+        finally:
+            self._is_away = False
+
     def _look(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not torch.is_grad_enabled() or is_in_backward() or peek_functorch() is not None:
+        if self._is_away or not torch.is_grad_enabled() or is_in_backward() or peek_functorch() is not None:
             return
         if not self._has_begun:
             self._has_begun = True
