@@ -249,10 +249,15 @@ def accumulated(free: Plan) -> Outcome:
 
 
 def attach_floor() -> Outcome:
-    """Rank 1's budget cannot be met: both stop in the first call, and the model is nobody's."""
+    """Rank 1's budget cannot be met: both stop once the loop's own step was measured, and the model is nobody's."""
     model = blocks()
     handle = plimsoll.attach(model, mine("1GiB", "20KiB"))
-    outcome = failing(lambda: model(rows()))
+
+    def train() -> None:
+        for _ in range(4):
+            mean_square(model(rows())).backward()
+
+    outcome = failing(train)
     is_left = has_managed(model) or bool(model._forward_pre_hooks)
     return {**outcome, "is_left": is_left, "plan": handle.plan is None}
 

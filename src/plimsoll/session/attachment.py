@@ -249,8 +249,8 @@ class Attachment(ShowsFigures, RemovedAtEnd):
 
     @property
     def plan(self) -> Plan | None:
-        """The current plan, or ``None`` until the first training step has begun. Once that step is over, this is the plan for
-        the budget.
+        """The current plan, or ``None`` until the first training step has begun, and after a refused budget. Once that step is
+        over, this is the plan for the budget.
         """
         return self._work.plan
 
@@ -584,6 +584,7 @@ class Attachment(ShowsFigures, RemovedAtEnd):
             # Within `step`, the step may run again, and is planned then. If it does not, `step` removes everything.
             if not self._retry.is_running:
                 self.remove()
+                self._work.plan = None  # it was measured to exceed the budget
 
     def keep_plan(self, error: BaseException) -> None:
         """Called if a call failed under a plan for the budget. Keep the plan, because the error concerns only this call."""
