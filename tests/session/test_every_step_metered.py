@@ -116,6 +116,35 @@ class LearnsToLearn(Loop):
         self.update(optimizer)
 
 
+class NoisyCopies(Loop):
+    """The model runs at noisy copies of its weights, which exist until backward has ended."""
+
+    def loss(self, model: Any, number: int) -> torch.Tensor:
+        if not self.is_noisy(number):
+            return super().loss(model, number)
+        weights = {name: each + 0.01 * torch.randn_like(each) for name, each in model.named_parameters()}
+        return mean_square(torch.func.functional_call(model, weights, self.batch(number)))
+
+    def is_noisy(self, number: int) -> bool:
+        return number >= CHANGE
+
+
+class NoisyInTurns(NoisyCopies):
+    def is_noisy(self, number: int) -> bool:
+        return number >= CHANGE and number % 2 == 0
+
+
+class OtherFirstBlock(NoisyCopies):
+    """Only the weights of one block are exchanged, for views of larger copies."""
+
+    def loss(self, model: Any, number: int) -> torch.Tensor:
+        if not self.is_noisy(number):
+            return Loop.loss(self, model, number)
+        block = model.blocks[0].named_parameters(prefix="blocks.0")
+        weights = {name: each.detach().repeat(8, *[1] * (each.dim() - 1))[: len(each)] for name, each in block}
+        return mean_square(torch.func.functional_call(model, weights, self.batch(number)))
+
+
 class FailsOnce(Loop):
     """Somebody holds the loss of a step that failed, as a debugger or a notebook does."""
 
@@ -408,6 +437,14 @@ def test_a_step_that_grows_without_a_larger_batch_is_named_and_planned_for_under
 
 @pytest.mark.parametrize("loop", [Rows, Columns, SomeRows])
 def test_what_a_view_of_a_larger_batch_holds_is_subtracted_before_the_step_runs(loop: type[Loop]):
+    expected, found = Run(loop(lambda: Stack(4, WIDTH))), Run(loop(lambda: Stack(4, WIDTH)), "attach", share=0.7)
+    assert all(map(torch.equal, expected.weights, found.weights))
+    assert found.over == []
+    assert not found.said
+
+
+@pytest.mark.parametrize("loop", [NoisyCopies, NoisyInTurns, OtherFirstBlock])
+def test_copies_of_weights_that_a_call_runs_at_are_subtracted_before_the_step_runs(loop: type[Loop]):
     expected, found = Run(loop(lambda: Stack(4, WIDTH))), Run(loop(lambda: Stack(4, WIDTH)), "attach", share=0.7)
     assert all(map(torch.equal, expected.weights, found.weights))
     assert found.over == []

@@ -56,7 +56,7 @@ def test_nan_in_the_first_batch_is_said(plan):
 
 def test_attach_says_that_a_call_in_evaluation_mode_is_not_managed():
     model = Stack(2, 32).eval()
-    with plimsoll.attach(model, "1GiB"), pytest.warns(UserWarning, match="this call is not managed"):
+    with plimsoll.attach(model, "1GiB"), pytest.warns(UserWarning, match="no plan is made for this call"):
         mean_square(model(BATCH)).backward()
     with warnings.catch_warnings(), plimsoll.attach(model, "1GiB"), torch.no_grad():
         warnings.simplefilter("error")

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +17,9 @@ from metering import loss_of
 from plimsoll.artifacts.receipt import ReceiptVerdict
 from plimsoll.artifacts.trace import Category, Phase
 from plimsoll.errors import InvalidBatch, InvalidLoss, InvalidModel, TracingFailed
-from plimsoll.tracing.trace import merged_timings, trace
+from plimsoll.tracing.meters.workspaces import WorkspaceMeter
+from plimsoll.tracing.trace import _Step, merged_timings, trace
+from plimsoll.units import MIB
 from tracing import zoo
 
 
@@ -146,6 +151,29 @@ def test_every_cost_key_of_a_real_step_has_seconds():
     step = trace(model, batch, repeats=3)
     assert {op.cost_key for op in step.ops} == set(step.timings)
     assert all(len(samples) >= 2 for samples in step.timings.values())
+
+
+class Spacious(WorkspaceMeter):
+    """Says that each op has a workspace of so many bytes."""
+
+    def __init__(self, workspace_bytes: int) -> None:
+        super().__init__()
+        self._workspace_bytes = workspace_bytes
+
+    def run(self, key: str, call: Callable[[], Any]) -> Any:
+        self.bytes[key] = self._workspace_bytes
+        return call()
+
+
+@pytest.mark.parametrize(("workspace_bytes", "runs"), [(0, 1), (64 * MIB, 0)])
+def test_a_timed_run_holds_activations_only_if_workspaces_fit_into_the_limit_too(workspace_bytes: int, runs: int):
+    model, batch = zoo.llama()
+    with (
+        mock.patch("plimsoll.tracing.trace.meter_for", return_value=Spacious(workspace_bytes)),
+        mock.patch.object(_Step, "timed", autospec=True, side_effect=_Step.timed) as timed,
+    ):
+        trace(model, batch, repeats=2, limit_bytes=64 * MIB)
+    assert timed.call_count == runs
 
 
 def test_samples_of_all_runs_are_kept_together():

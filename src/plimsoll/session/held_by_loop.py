@@ -19,7 +19,7 @@ from torch import nn
 
 from plimsoll.session.carried import Carried
 from plimsoll.session.measured_step import held_tensors
-from plimsoll.session.optimizer_watch import state_bytes_of
+from plimsoll.session.optimizer_watch import fast_weights, state_bytes_of
 from plimsoll.session.step_levels import is_more
 from plimsoll.tracing.fsdp2 import every_parameter
 from plimsoll.tracing.local_tensors import is_wrapper
@@ -79,6 +79,8 @@ class HeldByLoop:
         if reading is None:
             return
         if not self._levels:
+            # Plans and the first measurement count the fast weights of this step. Those of later steps are other tensors.
+            self.bytes = storage_bytes(fast_weights(self._model), self._device)
             self.carried.note_before(self._device)
         if accumulates not in self._levels:
             self._levels[accumulates] = [self._first_level(reading, accumulates=accumulates)]
@@ -143,7 +145,8 @@ class HeldByLoop:
                 levels[:] = [each._replace(reading=each.reading + added_bytes) for each in levels]
 
     def _look(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        counted = held_tensors(self._model, args, kwargs)
+        fast = frozenset(map(id, fast_weights(self._model)))
+        counted = [each for each in held_tensors(self._model, args, kwargs) if id(each) not in fast]
         carried = self.carried.found(self._device, (args, kwargs))
         visible_bytes = storage_bytes([*counted, *carried], self._device) - storage_bytes(counted, self._device)
         self.bytes = self._without_records(max(0, visible_bytes - self._record_bytes), self.bytes)

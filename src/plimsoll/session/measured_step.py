@@ -6,6 +6,7 @@ only one can run at a time. A user's own profiler always has precedence, and a s
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ from plimsoll.artifacts.plan import Plan
 from plimsoll.session.account import planned_state_bytes, predicted_before_optimizer
 from plimsoll.session.carried import Carried
 from plimsoll.session.messages import warn
-from plimsoll.session.optimizer_watch import OptimizerWatch, _state_bytes, optimizer_in_view
+from plimsoll.session.optimizer_watch import OptimizerWatch, _state_bytes, optimizer_in_view, own_parameters
 from plimsoll.tracing.ddp import bucket_bytes, has_rebuilt_buckets
 from plimsoll.tracing.fsdp2 import Gathered, every_gradient, every_parameter
 from plimsoll.tracing.local_tensors import beside_weights, gradient_of
@@ -45,9 +46,10 @@ class MeasuredStep:
     def __init__(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], carried: Carried | None = None
     ) -> None:
-        self._parameters = every_parameter(model)
-        self._device = self._parameters[0].device
-        self._versions = [parameter._version for parameter in self._parameters]
+        parameters = every_parameter(model)
+        self._device = parameters[0].device
+        # A strong reference would keep fast weights alive until the step after this one begins.
+        self._versions = [(weakref.ref(each), each._version) for each in parameters]
         held = held_tensors(model, args, kwargs)
         held += [] if carried is None else carried.found(self._device, (args, kwargs))
         self._model = model
@@ -137,16 +139,18 @@ class MeasuredStep:
 
     def _has_trained(self) -> bool:
         """True if gradients exist, or if parameters were written since the step began (an optimizer has stepped)."""
-        return any(gradient_of(parameter) is not None for parameter in self._parameters) or any(
-            parameter._version != version for parameter, version in zip(self._parameters, self._versions, strict=True)
-        )
+        living = [(each, version) for known, version in self._versions if (each := known()) is not None]
+        return any(gradient_of(each) is not None or each._version != version for each, version in living)
 
 
 def held_tensors(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """Return the tensors that exist before a step and count for it: parameters, buffers, existing gradients, and the batch."""
+    """Return the tensors that exist before a step and count for it: parameters, fast weights in their places, buffers, existing
+    gradients, and the batch.
+    """
     gathered = (tensor for _, tensor in Gathered(model).tensors())
     beside = (holder[key] for _, holder, key in beside_weights(model))
     held = (
+        *own_parameters(model),
         *every_parameter(model),
         *held_by_deepspeed(model),
         *beside,

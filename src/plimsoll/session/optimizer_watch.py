@@ -33,8 +33,8 @@ from plimsoll.tracing.zero import optimizer_inside
 _SEEN: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Optimizer]] = weakref.WeakKeyDictionary()
 """The optimizer that `optimizer_in_view` found for each model."""
 
-_PARAMETERS: weakref.WeakKeyDictionary[nn.Module, frozenset[int]] = weakref.WeakKeyDictionary()
-"""The ``id`` of the parameters that `optimized_parameters` found for each model when it held no fast weights."""
+_PARAMETERS: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[nn.Parameter]]] = weakref.WeakKeyDictionary()
+"""The parameters that `own_parameters` found for each model when it held no fast weights."""
 
 _ABANDONED: list[Any] = []
 """Hooks of watches that were garbage-collected. They do nothing, and are removed when the next watch is made. They cannot be
@@ -208,15 +208,27 @@ def trains(optimizer: Optimizer, parameters: Container[int]) -> bool:
 
 
 def optimized_parameters(model: nn.Module) -> frozenset[int]:
-    """Return the ``id`` of the parameters of a model that optimizers may hold.
-
-    In ``torch.func.functional_call`` other tensors (fast weights) are in the places of parameters. Then the parameters that
-    were found before are returned: the state of an optimizer that trained a MAML loop was not counted.
+    """Return the ``id`` of the parameters of a model that optimizers may hold. Fast weights are not among them: the state of an
+    optimizer that trained a MAML loop was not counted.
     """
-    found = every_parameter(model)
+    others = frozenset(map(id, fast_weights(model)))
+    return frozenset(map(id, [*every_parameter(model), *own_parameters(model)])) - others
+
+
+def fast_weights(model: nn.Module) -> list[torch.Tensor]:
+    """Return the tensors that are in the places of parameters now, as in ``torch.func.functional_call``."""
+    return [each for each in model.parameters() if not isinstance(each, nn.Parameter)]
+
+
+def own_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters of a model. While fast weights are in their places, return those that were found before, which
+    still exist and take memory.
+    """
+    found = list(model.parameters())
     if model not in _PARAMETERS or all(isinstance(each, nn.Parameter) for each in found):
-        _PARAMETERS[model] = frozenset(map(id, found))
-    return _PARAMETERS[model]
+        _PARAMETERS[model] = list(map(weakref.ref, found))
+        return found
+    return [each for known in _PARAMETERS[model] if (each := known()) is not None]
 
 
 def state_bytes_of(model: nn.Module, optimizers: Iterable[Optimizer]) -> int:

@@ -36,7 +36,7 @@ class ContextWatch:
     """Looks at the calls of one model that may lead to a backward.
 
     Under an applied plan, ``signature`` is the plan's, and calls are compared with it. Under ``attach`` it is ``None``: plans
-    are made for every autocast, and calls in evaluation mode are not managed.
+    are made for every autocast, and no plans for calls in evaluation mode.
     """
 
     def __init__(self, model: nn.Module, signature: str | None) -> None:
@@ -103,8 +103,9 @@ class ContextWatch:
         if self._is_attached:
             self._say(
                 "mode",
-                f"{name} is in evaluation mode and was called with gradients enabled: this call is not managed",
-                "plimsoll.attach manages training calls only, so the call holds all its activations",
+                f"{name} is in evaluation mode and was called with gradients enabled: no plan is made for this call",
+                "plimsoll.attach plans for training calls only. So the call runs under the last plan, or holds all its "
+                "activations if there is none",
                 "call model.train() before training, or evaluate under torch.no_grad()",
             )
             return

@@ -364,13 +364,18 @@ class _Watcher:
 
 
 def _most_alive_bytes(trace: Trace) -> int:
-    """Return the largest number of bytes that are alive at any tick (position in the trace). Tensors that only regions hold for
-    backward do not count.
+    """Return the largest number of bytes that are alive at any tick (position in the trace), with the workspace of the op that
+    runs there. Tensors that only regions hold for backward do not count.
     """
     change = [0] * (len(trace.ops) + 2)
     for storage in trace.storages:
         change[storage.born + 1] += storage.bytes
         change[storage.dies + 1] -= storage.bytes
+    for tick, op in enumerate(trace.ops):
+        # Convolutions under autocast take as much again inside of the op: a timed step exceeded its limit by a fifth.
+        workspace_bytes = trace.workspaces.get(op.cost_key, 0)
+        change[tick + 1] += workspace_bytes
+        change[tick + 2] -= workspace_bytes
     return max(itertools.accumulate(change))
 
 

@@ -28,7 +28,7 @@ from plimsoll.tracing.recorder.contents import KeptValues, is_holder, lent, put_
 from plimsoll.tracing.recorder.kept_classes import KeptClasses
 from plimsoll.tracing.recorder.kept_modules import KeptForwards, KeptModules, held_by
 from plimsoll.tracing.recorder.storages import is_plain, same_contents
-from plimsoll.tracing.torch_internals import parametrized_tensors
+from plimsoll.tracing.torch_internals import parametrized_tensors, preserving_versions
 from plimsoll.tracing.zero import KeptGathering, is_gathered_by_zero
 
 _OF_8_BITS = "bitsandbytes.autograd._functions"
@@ -153,7 +153,11 @@ class KeptTensors:
                 if tensor._version != version or not (
                     tensor.is_meta or same_contents(local_of(tensor), local_of(copy).to(tensor.device))
                 ):
-                    local_of(tensor).copy_(local_of(copy))
+                    local = local_of(tensor)
+                    # A graph that waits for its backward may have saved the tensor, as batch norm saves its averages. Writing
+                    # back what the graph knows must not look like a new value.
+                    with preserving_versions((local,)):
+                        local.copy_(local_of(copy))
 
 
 class KeptState:
