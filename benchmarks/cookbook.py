@@ -24,7 +24,13 @@ JOBS = (
 def row_of(target: str, sequence: int, optimizer: str, layout: str, techniques: str, device: str) -> str:
     """Estimate one job on one device. Return a row of the table, or the reason that there is none."""
     what = f"| `{target}` | {techniques.replace(',', ', ')} | {optimizer} | {layout} | {sequence:,} | {device} |"
-    kept = {"precision": "bf16", "optimizer": optimizer, "layout": layout, "techniques": techniques, "sequence": sequence}
+    kept = {
+        "precision": "bf16",
+        "optimizer": optimizer,
+        "layout": layout,
+        "techniques": techniques,
+        "sequence": sequence,
+    }
     try:
         found = plimsoll.estimate(target, device=device, budget="auto", **kept)
     except PlimsollError as error:

@@ -105,7 +105,9 @@ def notebook(path: Path) -> str:
     for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
         source = "".join(cell["source"])
         parts.append(source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
-        parts += [f"```\n{''.join(output['text']).rstrip()}\n```" for output in cell.get("outputs", []) if "text" in output]
+        parts += [
+            f"```\n{''.join(output['text']).rstrip()}\n```" for output in cell.get("outputs", []) if "text" in output
+        ]
     return "\n\n".join(parts) + "\n"
 
 
