@@ -495,7 +495,7 @@ def _try_snippets(page: str) -> str:
     code = f"import snippets; snippets.run_snippets({page!r})"
     with tempfile.TemporaryDirectory() as folder:
         before = os.times()
-        paths = [str(ROOT / "tests" / "support"), str(ROOT / "src")]
+        paths = [str(ROOT / "tests" / "support"), str(ROOT / "tests"), str(ROOT / "src")]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
         done = subprocess.run(
             [sys.executable, "-c", code], cwd=folder, env=environment, capture_output=True, text=True, check=False
