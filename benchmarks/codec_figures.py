@@ -1,4 +1,4 @@
-"""Codecs on activations of small random-weight transformers: error, bytes and seconds, as in docs/lab-notes.md.
+"""Codecs on activations of small random-weight transformers: error, bytes and seconds, as in docs/project/lab-notes.md.
 
 Run as ``python -m benchmarks.codec_figures``. Also has the experiments that decided: rotations by Hadamard matrices of several
 orders, of which that of order 32 was kept, and keeping the largest entries in full, which was not.

@@ -185,7 +185,7 @@ def test_the_house_has_few_rooms():
 
 
 def test_the_page_of_concepts_names_files_that_exist():
-    page = (PACKAGE.parents[1] / "docs" / "design" / "where-is-what.md").read_text(encoding="utf-8")
+    page = (PACKAGE.parents[1] / "docs" / "project" / "design" / "where-is-what.md").read_text(encoding="utf-8")
     addresses = re.findall(r"^\| .+ \| `(.+)` \|$", page, re.MULTILINE)
     assert len(addresses) >= 30
     assert [address for address in addresses if not (PACKAGE / address).exists()] == []

@@ -1,4 +1,4 @@
-"""The registry of claims in, the tables of ``docs/claims.md`` out.
+"""The registry of claims in, the tables of ``docs/project/claims.md`` out.
 
     python -m benchmarks claims [NAME ...]
 

@@ -1,4 +1,5 @@
-"""What mkdocs adds to the pages: the reference, made from the code itself, and the results, examples and pages beside docs/.
+"""What mkdocs adds to the pages: the reference, made from the code itself, the notebook, and the results, examples and pages
+beside docs/.
 
 mkdocs calls the functions that begin with ``on_`` (its hooks); nothing is fetched, and nothing is written outside the site.
 """
@@ -6,6 +7,7 @@ mkdocs calls the functions that begin with ``on_`` (its hooks); nothing is fetch
 from __future__ import annotations
 
 import inspect
+import json
 import os
 import posixpath
 import re
@@ -26,6 +28,7 @@ BESIDE = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "LICENS
 """Files at the root that pages link to."""
 FOLDERS = ("benchmarks/results", "benchmarks/stack_setups", "examples")
 WORKER = "assets/worker.js"
+STYLE = "assets/plimsoll.css"
 FETCHED = "https://unpkg.com/iframe-worker/shim"
 """What the theme would fetch for a search from disk; ours stands in its place."""
 OUTWARD = re.compile(r"(\]\()((?:\.\./)+)([^)]*\))")
@@ -39,6 +42,7 @@ def on_files(files: Files, config: Any) -> Files:
         "reference/python.md": python(),
         "reference/command-line.md": command_line(),
         "reference/files.md": saved_files(),
+        "tutorial.md": notebook(ROOT / "examples/tutorial.ipynb"),
     }
     for folder in FOLDERS:
         for path in sorted((ROOT / folder).iterdir()):
@@ -51,6 +55,7 @@ def on_files(files: Files, config: Any) -> Files:
         text = (ROOT / name).read_text(encoding="utf-8")
         pages[page_of(name)] = text if name.endswith(".md") else f"# {name}\n\n```\n{text}\n```\n"
     files.append(File.generated(config, WORKER, abs_src_path=str(ROOT / "docs/site/worker.js")))
+    files.append(File.generated(config, STYLE, abs_src_path=str(ROOT / "docs/site/plimsoll.css")))
     for at, text in pages.items():
         files.append(File.generated(config, at, content=text))
     return files
@@ -92,6 +97,18 @@ def _inward(target: str, here: str) -> str:
 def page_of(at: str) -> str:
     """Where a file beside docs/ stands on the site."""
     return f"beside/{at}" if at.endswith((".md", ".png", ".ipynb")) else f"beside/{at}.md"
+
+
+def notebook(path: Path) -> str:
+    """The cells of a notebook, with the text that they printed."""
+    parts = []
+    for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
+        source = "".join(cell["source"])
+        parts.append(source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
+        parts += [
+            f"```\n{''.join(output['text']).rstrip()}\n```" for output in cell.get("outputs", []) if "text" in output
+        ]
+    return "\n\n".join(parts) + "\n"
 
 
 def python() -> str:

@@ -380,12 +380,11 @@ make = make_step
 PLANNED = "plimsoll plan llama-tiny --budget 90MiB --output plan.json"
 OWN_STEP = "my_project.training:make_step"
 BEFORE = {
-    "docs/advise.md": [
+    "docs/diagnose.md": [
+        PLANNED,
         f"plimsoll verify {OWN_STEP} --strategy full --output receipt.json",
         f"plimsoll probe {OWN_STEP} --strategy full --steps 4 --output verdict.json",
     ],
-    "docs/diagnose.md": [PLANNED],
-    "docs/explain.md": [f"plimsoll plan {OWN_STEP} --strategy full --output plan.json"],
     "docs/verify.md": [PLANNED],
     HELP: [
         PLANNED,
@@ -398,6 +397,7 @@ WITHOUT = ("--device cuda", "which needs a GPU")
 LATER = {
     WITHOUT[0]: WITHOUT[1],
     "torchrun": "starts several processes",
+    "llama-3.1-": "minutes: a model of billions of parameters is traced and solved",
     "llama-3-": "minutes: a model of billions of parameters is traced and solved",
     "verify llama-tiny": "half a minute: measures the step with and without the plan",
     "report plan.json receipt.json": "is about the receipt of verify llama-tiny",
@@ -495,7 +495,7 @@ def _try_snippets(page: str) -> str:
     code = f"import snippets; snippets.run_snippets({page!r})"
     with tempfile.TemporaryDirectory() as folder:
         before = os.times()
-        paths = [str(ROOT / "tests" / "support"), str(ROOT / "src")]
+        paths = [str(ROOT / "tests" / "support"), str(ROOT / "tests"), str(ROOT / "src")]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
         done = subprocess.run(
             [sys.executable, "-c", code], cwd=folder, env=environment, capture_output=True, text=True, check=False

@@ -238,7 +238,7 @@ class _Writer:
         private memory, like the output of an op.
         """
         # At most once per backward: several recipes may start from this value, and the simulator counts one buffer for it
-        # (docs/design/forms-are-leaves.md).
+        # (docs/project/design/forms-are-leaves.md).
         self._emit(f"v{value} = leaves[{self._leaves.index(value)}].read()")
         self._local[value] = self._sources.geometries[value]
 

@@ -345,7 +345,7 @@ class NoiseTracker:
         Noise that came in is passed on in proportion to the gradient, and the noise that this node made is added.
         """
         # Relative to the whole gradient: the residual stream dilutes the noise of a branch. An estimate that stopped at the
-        # node was nine times too large on a Llama (docs/design/noise-is-followed.md).
+        # node was nine times too large on a Llama (docs/project/design/noise-is-followed.md).
         relative = self._relative_noise(node, inputs)
         made = self._made.pop(node, [])
         for position, (following, index) in enumerate(node.next_functions):

@@ -68,7 +68,7 @@ class Halves:
         task = current_graph_task()
         if between is None:
             # Hold only slots that both halves were seen to read. Holding all would keep values for nothing that only the first
-            # half reads (docs/design/held-between-halves.md).
+            # half reads (docs/project/design/held-between-halves.md).
             cell.between = Between(task, value if cell.index in self.read_twice else None)
         elif between.task != task:
             self.read_twice.add(cell.index)

@@ -143,7 +143,7 @@ def budget_items(
 def _unaccounted(parts: Iterable[BudgetItem], has_pipeline: bool) -> BudgetItem:  # noqa: FBT001 - a key of the table
     share, most_bytes, error, source = _UNACCOUNTED[has_pipeline]
     bytes_ = min(int(share * sum(part.bytes or 0 for part in parts)), most_bytes)
-    return _item("not accounted for", bytes_, error, Basis.ASSUMED, f"{source} (docs/claims.md)")
+    return _item("not accounted for", bytes_, error, Basis.ASSUMED, f"{source} (docs/project/claims.md)")
 
 
 def has_caching_allocator(device: Device) -> bool:

@@ -55,8 +55,8 @@ tuned on.
 _TUNED_ERRORS = {("A100", False): 0.15, ("H100", False): 0.12, ("A100", True): 0.17}
 """The relative error of the speed, by device family and whether there are tensor or pipeline ranks.
 
-80% of the published runs used for tuning are within this error; ``docs/claims.md`` says how many held-out runs are. All of
-these runs train dense text models in 16 bits.
+80% of the published runs used for tuning are within this error; ``docs/project/claims.md`` says how many held-out runs are.
+All of these runs train dense text models in 16 bits.
 """
 _TUNED_MEMORY = {("A100", True): 0.09, ("H100", False): 0.12, ("H200", False): 0.12}
 """The relative error of all memory of a rank, by device family and whether there are pipeline ranks.

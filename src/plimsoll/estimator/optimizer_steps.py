@@ -2,7 +2,7 @@
 
 The tables follow torch 2.13 in eager mode with default options; the tests trace torch's own optimizers and compare. Estimates
 do not trace them: that takes 1.6 s for AdamW on the 291 parameters of an 8B Llama, against 1 ms for the table, and a traced
-multi-tensor op does not show what it writes (``docs/design/optimizer-steps-are-written-down.md``).
+multi-tensor op does not show what it writes (``docs/project/design/optimizer-steps-are-written-down.md``).
 """
 
 from __future__ import annotations

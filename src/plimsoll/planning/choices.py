@@ -256,7 +256,7 @@ class _Generator:
         """
         # Keeping less does not always lower the peak, because rebuilt values take memory too: on one Llama block, keeping
         # nothing had the same peak in backward as keeping everything, and keeping products and attention had a lower one
-        # (docs/lab-notes.md). So peaks are computed, not assumed to fall.
+        # (docs/project/lab-notes.md). So peaks are computed, not assumed to fall.
         pairs = list(itertools.combinations(self.by_size[:_PAIRED_VALUES], 2))
         flips = ([(value,) for value in self.by_size], pairs)
         others = sorted({0, 1, self.alike, self.alike * (self.index.waiting + 1)})

@@ -208,7 +208,7 @@ class Fitter:
             return
         yield ((at,) for at in everything)
         # A form with as many terms as points would always pass: three points determine any parabola, also a wrong one. So one
-        # more point has to confirm it (docs/design/one-ladder-for-all-shapes.md).
+        # more point has to confirm it (docs/project/design/one-ladder-for-all-shapes.md).
         if len(self._points) > 2:
             yield ((0, at) for at in everything[1:])
         for size in range(2, min(_MOST_TERMS, len(self._points) - 1) + 1):

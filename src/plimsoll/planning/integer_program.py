@@ -52,7 +52,7 @@ plans found near the relaxed optimum may be this far from it. Branching is worth
 SMALL_COLUMNS = 400
 """A program with at most this many choices is small: it is solved by branching to the end, if its choices are complete."""
 # Equal blocks make the program symmetric, so that closing the last thousandth of the gap can take a minute. With this limit the
-# search took 0.4 s on a Llama of 8 blocks (docs/lab-notes.md).
+# search took 0.4 s on a Llama of 8 blocks (docs/project/lab-notes.md).
 MOST_NODES = 400
 """The most nodes that branching visits in a search whose answer only has to be within a gap (a distance from the optimum)."""
 STAGE_SECONDS = 2.0
@@ -67,7 +67,7 @@ _HAIR = 1e-9
 than this below 0 counts as 0."""
 _SPARED, _JOINING = 32, 3
 """Linear programs start with one choice in 32; then up to 3 choices of each region join at a time. The optimum is the same as
-with all choices from the start, in a third to a fifth of the time (docs/design/many-choices-at-once.md)."""
+with all choices from the start, in a third to a fifth of the time (docs/project/design/many-choices-at-once.md)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ class ChoiceProblem:
         self.seconds = np.array([effect.seconds for effects in self.effects for effect in effects])
         self._region_of = np.repeat(np.arange(len(self.effects)), list(map(len, self.effects)))
         # A power of two, so that sums of bytes stay exact. With rounded sums HiGHS's presolve can loop for ever
-        # (docs/lab-notes.md, "A solver that never comes back").
+        # (docs/project/lab-notes.md, "A solver that never comes back").
         self.unit_bytes = 2.0 ** round(math.log2(max(float(self.windows.fixed_bytes.max()) / 10, 1.0)))
         self.matrix = self._rows()
         self._found: tuple[Taken, ...] = ()
@@ -155,7 +155,7 @@ class ChoiceProblem:
             return Selection(effects=None, lower_value=np.inf, is_finished=True)
         room = Room(self.windows, budget_bytes, self.limits)
         # Search before branching: branching takes seconds, mostly for the last thousandth of the gap, and with a time limit the
-        # plan would depend on the load of the machine (docs/design/many-choices-at-once.md).
+        # plan would depend on the load of the machine (docs/project/design/many-choices-at-once.md).
         starts = [taken for taken in self._found if room.holds(taken)]
         rounded = round_down(room, relaxed.shares)
         starts += [] if rounded is None else [rounded]

@@ -235,7 +235,7 @@ class StepIndex:
 
         It is the next region call, if its backward ends before the backward of ``region`` starts. Each transfer has one window:
         the next call's forward, or its backward. So the bytes at each instant do not depend on the link's speed, and the cost
-        of a region's choice does not depend on other regions (docs/design/one-window-per-transfer.md).
+        of a region's choice does not depend on other regions (docs/project/design/one-window-per-transfer.md).
         """
         if region + 1 >= len(self.views):
             return None

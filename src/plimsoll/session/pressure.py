@@ -23,7 +23,7 @@ _RUNGS = 64
 _PATIENCE = 4
 """The number of successive steps that must begin with more room (bytes that training may take now) before the limit rises."""
 # Doubling the patience bounds how often room that comes and goes changes the plan: seven times in 1,000 steps for every period
-# that was tried (docs/design/the-limit-falls-at-once.md).
+# that was tried (docs/project/design/the-limit-falls-at-once.md).
 _MOST_PATIENCE = 256
 _TRUSTED_AFTER = 8
 """If a raised limit holds for at least this many times the patience (steps before a rise), a later fall of the limit does not

@@ -154,7 +154,7 @@ def trace(
         return traced
 
     # By default two timed runs: plans made from one run cost up to 1% of a step more. Memory is fresh in the first timed run,
-    # which makes cheap ops look expensive (docs/lab-notes.md).
+    # which makes cheap ops look expensive (docs/project/lab-notes.md).
     count = max(1, repeats - 1)
     clock = clock_for(step.home)
     has_room = limit_bytes is None or _most_alive_bytes(traced) + log.saved_bytes <= limit_bytes

@@ -1,4 +1,4 @@
-"""Codecs by their names, and what docs/lab-notes.md says of errors: defects of the maths within the contract show here."""
+"""Codecs by their names, and the errors in docs/project/lab-notes.md: defects of the maths within the contract show here."""
 
 import pytest
 import torch

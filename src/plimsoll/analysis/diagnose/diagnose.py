@@ -248,7 +248,7 @@ def _run_both(
 
         with (
             named_calls(step.model, find_units(step.model)),
-            # With all threads, times vary too much on a busy machine: docs/design/seconds-on-one-thread.md.
+            # With all threads, times vary too much on a busy machine: docs/project/design/seconds-on-one-thread.md.
             one_thread() if step.device.type == "cpu" else contextlib.nullcontext(),
         ):
             recording = profile_in_turns(

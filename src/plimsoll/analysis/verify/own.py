@@ -3,7 +3,7 @@
 Such means are ``torch.utils.checkpoint`` in both forms, selective checkpointing, offloading contexts and any other saved-tensor
 hooks, and torch.compile under an ``activation_memory_budget`` below 1. The reference is the same code without the hooks, or
 compiled under a budget of 1, because the user has one model and its wrappers and contexts must run in both steps
-(docs/design/a-reference-by-switching-off.md).
+(docs/project/design/a-reference-by-switching-off.md).
 """
 
 from __future__ import annotations

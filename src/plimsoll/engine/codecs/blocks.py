@@ -11,7 +11,7 @@ as a small number. Outside of the kernels, rotation is a float32 matrix product 
 matrix products, rotation is less precise too.
 
 Source: the idea is from QuaRot (Ashkboos et al., NeurIPS 2024), section 4, which rotates the weights' channels. Here a group is
-any 32 neighbours in memory. Why 32, and what rotation brings: docs/lab-notes.md.
+any 32 neighbours in memory. Why 32, and what rotation brings: docs/project/lab-notes.md.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def symmetric_scales(rows: torch.Tensor, last_code: float, largest: float) -> to
     """Return the scale of each row (a block of elements) for codes from ``-last_code`` to ``last_code``. It is NaN if the row
     has a magnitude above ``largest``.
     """
-    # amax and amin take 0.1 ns per element each; aminmax along a dimension takes 2.6 (docs/lab-notes.md).
+    # amax and amin take 0.1 ns per element each; aminmax along a dimension takes 2.6 (docs/project/lab-notes.md).
     farthest = torch.maximum(rows.amax(1, keepdim=True), rows.amin(1, keepdim=True).neg_())
     return _scales(farthest, farthest, last_code, largest)
 

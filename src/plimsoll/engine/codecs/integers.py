@@ -49,7 +49,8 @@ class IntegerCodec(Codec):
     elements.
     """
 
-    # Half a bit per element for smaller blocks would reduce the error less than half a bit per code (docs/lab-notes.md).
+    # Half a bit per element for smaller blocks would reduce the error less than half a bit per code
+    # (docs/project/lab-notes.md).
     block: int = number(64, least=32, most=WIDEST)
     mode: str = word("symmetric", "affine")
     basis: str = word("rotated", "unrotated")
@@ -196,7 +197,7 @@ class IntegerCodec(Codec):
 
 @dataclass(frozen=True, slots=True)
 class Int8(IntegerCodec):
-    """A codec with one byte per element. Its default parameters are the best that were measured (docs/lab-notes.md)."""
+    """A codec with one byte per element. Its default parameters are the best measured (docs/project/lab-notes.md)."""
 
     family: ClassVar[str] = "int8"
     bits: ClassVar[int] = 8
@@ -204,9 +205,9 @@ class Int8(IntegerCodec):
 
 @dataclass(frozen=True, slots=True)
 class Int4(IntegerCodec):
-    """A codec with half a byte per element. Its default parameters are the best that were measured (docs/lab-notes.md)."""
+    """A codec with half a byte per element. Its default parameters are the best measured (docs/project/lab-notes.md)."""
 
-    # A symmetric block uses only 15 of the 16 codes, which matters with so few (docs/lab-notes.md).
+    # A symmetric block uses only 15 of the 16 codes, which matters with so few (docs/project/lab-notes.md).
     mode: str = word("affine", "symmetric")
 
     family: ClassVar[str] = "int4"

@@ -42,7 +42,7 @@ class TransfersUnderWay:
             return
         under_way, self._under_way = self._under_way, []
         # Wait here and not later: then the bytes at each moment do not depend on the link's speed, and windows of different
-        # regions do not overlap (docs/design/one-window-per-transfer.md).
+        # regions do not overlap (docs/project/design/one-window-per-transfer.md).
         for sent in _alive(under_way):
             sent.settle()
         node = next((t.grad_fn for t in output_tensors(output) if t.grad_fn is not None), None)

@@ -75,7 +75,8 @@ class Boundaries:
         for stack, members in stacks.items():
             self._before_inputs(members[0], self._split)
             # Not right before the head: some models view the hidden states with the whole length of the sequence between norm
-            # and head, and would continue with half the logits (docs/lab-notes.md, "Where a divided sequence is gathered").
+            # and head, and would continue with half the logits
+            # (docs/project/lab-notes.md, "Where a divided sequence is gathered").
             norm = self._norm_after(stack)
             if heads and norm is not None:  # only a divided head reads it: each rank has a part of its gradient
                 self._after(norm, self._enter)

@@ -61,7 +61,7 @@ def localised(
     """Turn ``model`` into one rank's part of it inside the ``with`` statement.
 
     Estimates run what one rank would run, because formulas per layer do not cover layers that they were not written for
-    (``docs/design/an-estimate-runs-one-rank.md``).
+    (``docs/project/design/an-estimate-runs-one-rank.md``).
 
     Args:
         model: on the meta device, or with real tensors (the local parameters are then copies of the first rank's share).

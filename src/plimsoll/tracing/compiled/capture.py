@@ -338,7 +338,7 @@ def _spied(
 
         def call(*args: Any, **kwargs: Any) -> Any:
             # Calls may share a graph or have one each, and torch does not show which graph ran. So each call is compiled anew
-            # (docs/design/plans-inside-torch-compile.md).
+            # (docs/project/design/plans-inside-torch-compile.md).
             spy = _Spy(regions[unit.path], changed.get(unit.path, ()))
             if torch.is_grad_enabled():
                 spies[unit.path, next(numbers)] = spy

@@ -65,7 +65,7 @@ _BOUNDARIES = re.compile("offs|offsets|cu_?seq.*|cum_seq.*")
 If these were zeros, the op would have nothing to do.
 """
 # A drawn number is priced as one exponential. Drawing alone takes longer, but storing a mask keeps inductor from using vectors
-# and takes as long (docs/design/plans-inside-torch-compile.md).
+# and takes as long (docs/project/design/plans-inside-torch-compile.md).
 _INDUCTOR_RANDOM = frozenset({"inductor_random", "inductor_randint", "native_dropout", "bernoulli"})
 
 
