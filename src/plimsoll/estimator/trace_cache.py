@@ -42,7 +42,15 @@ MOST_BYTES = 512 * MIB
 _LOG = logging.getLogger(__name__)
 _LIBRARIES = ("torch", "transformers", "diffusers", "timm", "numpy", "scipy", "msgspec")
 _PACKAGE = Path(__file__).parents[1]
-_SOURCES = ("artifacts", "estimator/catalogue", "estimator/local_rank", "estimator/targets", "tracing", "engine/tiles.py", "session/tiling.py")
+_SOURCES = (
+    "artifacts",
+    "estimator/catalogue",
+    "estimator/local_rank",
+    "estimator/targets",
+    "tracing",
+    "engine/tiles.py",
+    "session/tiling.py",
+)
 """The folders and files of Plimsoll whose sources can change a trace."""
 _LIMITS = ReadLimits(most_bytes=1 * GIB)
 _MAGIC = b"plimsoll cache 1"
