@@ -32,7 +32,7 @@ LAYERS = (
     {"ui"},
 )
 """A room imports from itself and from layers above its own line; two rooms of one line do not know each other."""
-FRONT = {"__init__", "__main__", "chunked"}
+FRONT = {"__init__", "__main__", "chunked", "lengths"}
 """Public pages: they name what the rooms hold, and no room imports them."""
 WITHOUT_TORCH = {"errors", "units", "artifacts", "planning"}
 """Plans can be read, solved and shown where there is no torch."""
@@ -41,7 +41,7 @@ MOST_PARAMETERS = 9
 MOST_PUBLIC_NAMES = 16
 PUBLIC_VERBS = {
     *plimsoll.__all__,
-    *("chunk_loss", "linear_cross_entropy"),
+    *("chunk_loss", "linear_cross_entropy", "longest_sequence"),
     *("attach_schedule", "apply_stages", "compress_gradients", "advise_compression"),
 }
 """What users call: keywords are their interface."""

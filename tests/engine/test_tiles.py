@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from plimsoll.engine.tiles import Tiles, in_tiles
 from plimsoll.errors import InvalidLoss, InvalidModel, PlanMismatch
 from plimsoll.tracing.constant_random import ConstantRandomNumbers
 from plimsoll.tracing.meters.memory import PeakMeter
+from plimsoll.tracing.trace import trace
 
 ROWS = 48
 
@@ -38,6 +41,13 @@ class Model(nn.Module):
 
     def forward(self, *args, **kwargs):
         return self.inner(*args, **kwargs)
+
+
+def max_alive_bytes(step):
+    """Return the largest sum of bytes of a traced step's storages that live at one time."""
+    ends = [len(step.ops) if each.dies is None else each.dies for each in step.storages]
+    lives = list(zip(step.storages, ends, strict=True))
+    return max(sum(each.bytes for each, dies in lives if each.born <= at < dies) for at in range(len(step.ops)))
 
 
 def tile(count=5, *, dim=1, outputs=(1,), inputs=None, is_random=False):
@@ -293,6 +303,40 @@ def test_a_tile_holds_the_memory_of_its_rows():
 
     assert peak([]) > 3 * hidden
     assert peak([Tile(path="inner", count=16, rows=4096, inputs={"0": 1}, outputs=(1,))]) < 1.5 * hidden
+
+
+def test_gradients_of_rows_are_freed_without_the_garbage_collector():
+    # Given weights in 16 bits, whose gradients are added up in float32 by hooks
+    model = Model(Inner()).bfloat16()
+    x = torch.randn(2, ROWS, 16, dtype=torch.bfloat16, requires_grad=True)
+    made: list[weakref.ref[torch.Tensor]] = []
+    x.register_hook(lambda gradient: made.append(weakref.ref(gradient)))
+    # When a step in tiles runs while the collector is off
+    gc.collect()
+    gc.disable()
+    try:
+        with in_tiles(model, [tile()]):
+            model(x).square().sum().backward()
+        x.grad = None
+        is_freed = made[0]() is None
+    finally:
+        gc.enable()
+    # Then nothing holds the gradient of its rows any more
+    assert is_freed
+
+
+def test_a_trace_may_run_only_the_first_tiles_and_has_the_memory_of_all():
+    # Given a model whose weights are narrow, so that sums of gradients appear after the first tile
+    x = torch.randn(2, ROWS, 16, dtype=torch.bfloat16, requires_grad=True)
+
+    def peak(most_tiles):
+        model = Model(Inner()).bfloat16()
+        with in_tiles(model, [tile(8)], most_tiles=most_tiles):
+            return max_alive_bytes(trace(model, x, loss=lambda out: out.square().sum(), device_name="H100-SXM"))
+
+    # When the step is traced with all eight tiles, and with two
+    # Then the peak is the same, and one tile is not enough for it
+    assert peak(None) == peak(2) > peak(1)
 
 
 def test_other_numbers_of_rows_are_cut_as_well_and_other_arguments_are_not():

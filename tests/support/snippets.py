@@ -328,7 +328,7 @@ NOT_HERE = {
 """Pages whose snippets nobody runs, and why."""
 if importlib.util.find_spec("tensorflow") is None:
     NOT_HERE["docs/integrations/tensorflow.md"] = "TensorFlow is not installed"
-SLOW = {"docs/compiled.md", "docs/diagnose.md", "docs/estimate.md"}
+SLOW = {"docs/compiled.md", "docs/diagnose.md", "docs/estimate.md", "docs/longest-sequence.md"}
 """Pages whose snippets take more than ten seconds: the suite leaves them to `make snippets`."""
 
 
@@ -399,6 +399,7 @@ LATER = {
     "torchrun": "starts several processes",
     "llama-3.1-": "minutes: a model of billions of parameters is traced and solved",
     "llama-3-": "minutes: a model of billions of parameters is traced and solved",
+    "llama-3.1-8b": "minutes: the same",
     "verify llama-tiny": "half a minute: measures the step with and without the plan",
     "report plan.json receipt.json": "is about the receipt of verify llama-tiny",
     "show traffic.json": "is about what the ranks of compress-gradients write",

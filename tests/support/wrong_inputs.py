@@ -128,7 +128,7 @@ TARGETS = (
 )
 ARGUMENTS: dict[str, tuple[str, ...]] = {"TARGET": TARGETS, "TARGET|PLAN": TARGETS, "TARGET|TRACE": (*TARGETS, "plan.json"),
                                          "FILE": READ}  # fmt: skip
-SWITCHES = {"--help", "--json", "--explain", "--master-weights", "--early"}
+SWITCHES = {"--help", "--json", "--explain", "--master-weights", "--early", "--longest-sequence"}
 MODEL, BATCH, LOSS = steps.stack()
 BAD_COUNTS: tuple[Any, ...] = (-1, 1.5, "x", 10**400)
 GIVEN: dict[str, tuple[Any, ...]] = {

@@ -10,6 +10,7 @@ from plimsoll.artifacts.explained import Change, Explanation, MemoryPart, Recomp
 from plimsoll.artifacts.fault import Cause, Fault
 from plimsoll.artifacts.fit import Fit, FitChange, FitPoint
 from plimsoll.artifacts.job import Layout, ModelFacts
+from plimsoll.artifacts.lengths import LengthRow, SequenceLengths
 from plimsoll.artifacts.plan import Holder, Peak
 from plimsoll.artifacts.receipt import OWN, Intermediate, Slope
 from plimsoll.units import GIB, MIB
@@ -83,6 +84,22 @@ def make_fit(*, fits: bool = True) -> Fit:
     )
 
 
+def make_lengths(*, tokens: int | None = 4096) -> SequenceLengths:
+    """Two rows that fit, the second up to the limit of the search, or two rows that do not fit."""
+    first = filled(LengthRow, name="keep everything", tokens=tokens, least_tokens=4000, most_tokens=5000)
+    last = filled(LengthRow, name="+ tiles", tokens=tokens and 8192, host_bytes=GIB, is_gaining=tokens is not None)
+    return filled(
+        SequenceLengths,
+        budget_bytes=64 * MIB,
+        device_bytes=GIB,
+        batch=2,
+        limit_tokens=8192,
+        rows=(first, last),
+        traced_tokens=(4096, 8192),
+        notes=("a note of the lengths",),
+    )
+
+
 def make_explanation(*, is_helped: bool = True) -> Explanation:
     """A checkpointed step with one change that helps, or none."""
     change = Change(
@@ -149,6 +166,8 @@ ARTIFACTS = {
     "estimate of one device": make_estimate(1),
     "fit": make_fit(),
     "fit of nothing": make_fit(fits=False),
+    "lengths": make_lengths(),
+    "lengths of nothing": make_lengths(tokens=None),
     "explanation": make_explanation(),
     "explanation without help": make_explanation(is_helped=False),
     "traffic": make_traffic(),

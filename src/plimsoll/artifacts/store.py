@@ -20,6 +20,7 @@ from plimsoll.artifacts.explained import Explanation
 from plimsoll.artifacts.files import FileRefused, ReadLimits, decode_json, read_file
 from plimsoll.artifacts.finding import Finding
 from plimsoll.artifacts.fit import Fit
+from plimsoll.artifacts.lengths import SequenceLengths
 from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.receipt import Receipt
 from plimsoll.artifacts.traffic import Traffic
@@ -27,8 +28,8 @@ from plimsoll.artifacts.verdict import Verdict
 from plimsoll.errors import PlanFileError
 from plimsoll.units import MIB
 
-Reportable = Plan | Receipt | Comparison | Advice | Verdict | Finding | Estimate
-"""Artifacts that can be shown as an HTML page: results about one step of one model, and estimates."""
+Reportable = Plan | Receipt | Comparison | Advice | Verdict | Finding | Estimate | SequenceLengths
+"""Artifacts that can be shown as an HTML page: results about one step of one model, estimates, and longest sequences."""
 Artifact = Reportable | Explanation | Fit | Traffic
 """The type of all artifacts that can be saved and shown."""
 Kind = TypeVar("Kind", bound=ArtifactBase)

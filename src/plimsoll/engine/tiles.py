@@ -40,9 +40,10 @@ class TiledForward(ReplacedForward):
     Calls without gradients, calls under ``torch.func`` and calls inside of torch.compile run as a whole.
     """
 
-    def __init__(self, module: nn.Module, tile: Tile) -> None:
+    def __init__(self, module: nn.Module, tile: Tile, most_tiles: int | None = None) -> None:
         super().__init__(module)
         self._tile = tile
+        self._most_tiles = most_tiles
         self._bare = _Bare(module, self._original)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -72,7 +73,7 @@ class TiledForward(ReplacedForward):
         if len(sizes) != 1 or len([dim for dim in dims if dim is not None]) != len(self._tile.inputs):
             return None
         rows = sizes.pop()
-        return _Call(self._bare, self._tile, leaves, spec, dims, rows) if rows > 1 else None
+        return _Call(self._bare, self._tile, leaves, spec, dims, rows, self._most_tiles) if rows > 1 else None
 
 
 class _Bare(nn.Module):
@@ -91,7 +92,14 @@ class _Call:
     """One tiled call: its tensors, and how to run one tile with other tensors in their places."""
 
     def __init__(
-        self, bare: _Bare, tile: Tile, leaves: list[Any], spec: TreeSpec, dims: list[int | None], rows: int
+        self,
+        bare: _Bare,
+        tile: Tile,
+        leaves: list[Any],
+        spec: TreeSpec,
+        dims: list[int | None],
+        rows: int,
+        most_tiles: int | None,
     ) -> None:
         self._bare, self._tile, self._spec = bare, tile, spec
         self._places = [at for at, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
@@ -102,7 +110,8 @@ class _Call:
         self._names = list(weights)
         self.tensors: list[torch.Tensor] = [*(leaves[at] for at in self._places), *weights.values()]
         step = -(-rows // self._tile.count)
-        self.parts = [(start, min(step, rows - start)) for start in range(0, rows, step)]
+        self.rows = rows
+        self.parts = [(start, min(step, rows - start)) for start in range(0, rows, step)][:most_tiles]
         self.device = device = self.tensors[0].device
         self._training = [(module, module.training) for module in bare.module.modules()]
         self._autocast = (torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type))
@@ -178,14 +187,13 @@ class _Tiled(torch.autograd.Function):
         ctx.call = call
         ctx.save_for_backward(*tensors)
         whole: list[torch.Tensor] = []
-        rows = sum(count for _, count in call.parts)
         for start, count in call.parts:
             call.note_state()
             outputs = call.compute(call.part(tensors, start, count))
             for at, (output, dim) in enumerate(zip(outputs, call.output_dims, strict=True)):
                 if start == 0:
                     shape = [*output.shape]
-                    shape[dim] = rows
+                    shape[dim] = call.rows
                     whole.append(output.new_empty(shape))
                 whole[at].narrow(dim, start, count).copy_(output)
             del outputs, output  # the next tile takes their memory
@@ -302,6 +310,10 @@ class _Sums:
         for at, leaf in self._leaves.items():
             found[at] = self._wide.pop(at).to(self._dtypes[at]) if at in self._wide else leaf.grad
             leaf.grad = None
+        # Leaves hold their hooks, and the hooks hold this object. Without this, all of it, with the rows, would stay until
+        # Python's garbage collector runs.
+        self._leaves.clear()
+        self._rows.clear()
         return found
 
     def _widener(self, at: int) -> Any:
@@ -320,8 +332,11 @@ class _Sums:
 class Tiles:
     """All tiled calls of a plan on a model. ``install`` puts them in place, ``remove`` takes them out."""
 
-    def __init__(self, model: nn.Module, tiles: Collection[Tile]) -> None:
+    def __init__(self, model: nn.Module, tiles: Collection[Tile], *, most_tiles: int | None = None) -> None:
         """Check that the model has the modules and that they are not tiled already. Nothing changes yet.
+
+        With ``most_tiles`` each call runs only that many of its tiles. This is for traces with fake tensors: all tiles after
+        the second need the same memory, and a trace of two is much shorter. Results and seconds are then wrong.
 
         Raises:
             PlanMismatch: a module is not there, or another plan runs it in tiles.
@@ -336,7 +351,7 @@ class Tiles:
                     why="a plan names the modules of the model that it was made for, and only one plan can run a module",
                     next="call plimsoll.plan for this model" if module is None else "call remove() on the first handle",
                 )
-        self._forwards = [TiledForward(modules[tile.path], tile) for tile in tiles]
+        self._forwards = [TiledForward(modules[tile.path], tile, most_tiles) for tile in tiles]
 
     def install(self) -> None:
         for forward in self._forwards:
@@ -348,9 +363,9 @@ class Tiles:
 
 
 @contextlib.contextmanager
-def in_tiles(model: nn.Module, tiles: Collection[Tile]) -> Iterator[None]:
-    """Return a context manager. Inside, the model's calls run in these tiles."""
-    placed = Tiles(model, tiles)
+def in_tiles(model: nn.Module, tiles: Collection[Tile], *, most_tiles: int | None = None) -> Iterator[None]:
+    """Return a context manager. Inside, the model's calls run in these tiles, or only in the first ``most_tiles`` of them."""
+    placed = Tiles(model, tiles, most_tiles=most_tiles)
     placed.install()
     try:
         yield

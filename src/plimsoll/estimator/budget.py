@@ -79,6 +79,12 @@ _EXACT = {
     Category.INPUT: "batch",
 }
 
+_WAITING = "activations of other micro-batches"
+TENSOR_ITEMS = frozenset(
+    {*_EXACT.values(), "optimizer state", "master weights", "activations", _WAITING, "temporaries", "communication"}
+)
+"""The names of the items that are tensors, and count toward a budget."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankMemory:
@@ -129,7 +135,7 @@ def budget_items(
         exact[Category.GRADIENT],
         *_optimizer_items(classes.get(Category.OPTIMIZER_STATE, 0), optimizers),
         modelled("activations", classes.get(Category.ACTIVATION, 0) - memory.waiting_bytes, error),
-        modelled("activations of other micro-batches", memory.waiting_bytes, error + memory.waiting_error),
+        modelled(_WAITING, memory.waiting_bytes, error + memory.waiting_error),
         modelled("temporaries", classes.get(Category.TEMPORARY, 0), _TEMPORARY_ERROR[is_stood_in]),
         modelled("communication", classes.get(Category.COMMUNICATION, 0), _COMMUNICATION_ERROR),
         exact[Category.BUFFER],

@@ -118,7 +118,7 @@ def estimate(
         optimizer=None if optimizer == "none" else optimizer,
         has_master_weights=has_master_weights,
         strategy=(AUTO if budget is not None else NOTHING) if strategy is None else strategy,
-        budget_bytes=_budget_bytes(budget, asked, spread),
+        budget_bytes=read_budget(budget, asked, spread),
         precision=parse_precision(precision),
         how=read_techniques(techniques),
     )
@@ -128,7 +128,7 @@ def estimate(
     traces: dict[TraceKey, tuple[TracedTarget, Trace]] = {}
 
     def make(at: Layout, samples: Any) -> EstimateJob:
-        there = replace(setting, layout=at, budget_bytes=_budget_bytes(budget, asked, at))
+        there = replace(setting, layout=at, budget_bytes=read_budget(budget, asked, at))
         request = _request(target, samples, sequence, loss, there)
         check_setting(there)
         return _job(request, there, traces, part_of(report, 0.0, 0.8))
@@ -330,7 +330,7 @@ def _share(sequence: int, layout: Layout) -> int:
     return sequence // layout.cp
 
 
-def _budget_bytes(budget: int | str | None, device: Device, layout: Layout) -> int | None:
+def read_budget(budget: int | str | None, device: Device, layout: Layout) -> int | None:
     """Return the budget for the tensors of one rank in bytes, or ``None`` without a budget.
 
     For ``auto`` it is what the device has left after everything else, minus a margin.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cached_property
 
@@ -35,7 +35,7 @@ from plimsoll.estimator.pipeline_schedule.timeline import (
     bubble_growth,
     simulate_pipeline,
 )
-from plimsoll.estimator.rank_estimates import KnownChoices, Rank, StageOfRank, decide_rank
+from plimsoll.estimator.rank_estimates import Decided, KnownChoices, Rank, StageOfRank, decide_rank
 from plimsoll.estimator.setting import Setting
 from plimsoll.estimator.setting_checks import check_setting
 from plimsoll.estimator.switches import SwitchedModel
@@ -45,6 +45,7 @@ from plimsoll.planning.costing.roofline import peak_flops_per_second, roofline_c
 from plimsoll.planning.describe import allocation_events, classes_at_peak, describe_peak, waiting_bytes
 from plimsoll.planning.describe import held_bytes as micro_batch_bytes
 from plimsoll.planning.sending import Sending
+from plimsoll.planning.simulate import Simulation
 from plimsoll.planning.what_if import peak_with_chunked_loss
 from plimsoll.units import format_bytes, format_seconds
 
@@ -117,6 +118,15 @@ class EstimateJob:
             max(rank.peak_bytes for rank in ranks), self._timed(ranks)[1], max(rank.host_bytes for rank in ranks)
         )
 
+    def measure_rank(self, decide: Callable[[StageOfRank], Simulation]) -> tuple[StageEstimate, int]:
+        """Estimate the only rank of the job under the decisions of a function, which simulates the rank's stage.
+
+        Return the rank's memory, and its bytes on the host.
+        """
+        [[stage]] = self.stages_of_ranks
+        rank = Rank((stage,), (Decided(decide(stage)),))
+        return self._stage(0, rank, self._timed([rank])[0]), rank.host_bytes
+
     def lower(self, framework: str | None) -> tuple[EstimateJob, tuple[SwitchSetting, ...]]:
         """Choose the best setting of a framework's own switches within the budget.
 
@@ -148,7 +158,7 @@ class EstimateJob:
         return job, figures
 
     @cached_property
-    def _ranks(self) -> list[list[StageOfRank]]:
+    def stages_of_ranks(self) -> list[list[StageOfRank]]:
         """For each rank of the pipeline, from first to last: the list of the stages that this rank holds."""
         layout, setting = self.layout, self.setting
         counts = stage_counts(
@@ -169,7 +179,7 @@ class EstimateJob:
         """
         known: KnownChoices = {}
         setting = replace(self.setting, strategy=strategy, sending=sending)
-        ranks = [decide_rank(stages, setting, known) for stages in self._ranks]
+        ranks = [decide_rank(stages, setting, known) for stages in self.stages_of_ranks]
         if self.layout.virtual_stages == 1:
             return ranks
         return [decide_rank(stages, setting, known) for stages in self._weighed(ranks)]

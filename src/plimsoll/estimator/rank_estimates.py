@@ -113,7 +113,7 @@ class StageOfRank:
     @cached_property
     def unmanaged(self) -> Simulation:
         """The simulation of the step if all values are kept."""
-        return run_choices(self.index, self._named_choices(self.index, NOTHING))
+        return run_choices(self.index, self.named_choices(self.index, NOTHING))
 
     @cached_property
     def recomputed(self) -> Simulation:
@@ -167,24 +167,24 @@ class StageOfRank:
         """
         strategy = setting.strategy
         if setting.sending is not None:
-            choices = self._named_choices(self.sending_index, strategy)
+            choices = self.named_choices(self.sending_index, strategy)
             return Decided(setting.sending.run(self.sending_index, choices))
         if strategy != AUTO and "activations" in self.setting.how.on_host:
-            choices = self._named_choices(self.index, strategy)
+            choices = self.named_choices(self.index, strategy)
             return Decided(run_choices(self.index, send_kept(self.index, choices)))
         if strategy == NOTHING:
             return Decided(self.unmanaged)
         if strategy == EVERYTHING:
             return Decided(self.recomputed)
         if strategy != AUTO:
-            return Decided(run_choices(self.index, self._named_choices(self.index, strategy)))
+            return Decided(run_choices(self.index, self.named_choices(self.index, strategy)))
         if budget_bytes is None or self.unmanaged.peak_bytes <= budget_bytes:
             return Decided(self.unmanaged)
         planner = Planner(self._indexed(), known_choices=known)
         plan = solve(planner, budget_bytes=budget_bytes, raise_below_floor=False)
         return Decided(run_choices(planner.index, choices_of(planner.index, plan.regions)), plan)
 
-    def _named_choices(self, index: StepIndex, strategy: str) -> tuple[Choice, ...]:
+    def named_choices(self, index: StepIndex, strategy: str) -> tuple[Choice, ...]:
         """Return the decisions of a named strategy: for each region, the choice of values that are kept, recomputed or
         offloaded.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from plimsoll.artifacts.job import Precision
+from plimsoll.artifacts.job import Layout, Precision, Techniques
 from plimsoll.errors import InvalidLayout, InvalidOption, InvalidStrategy
 from plimsoll.estimator.parallelism.rank import PARTLY_SHARDED
 from plimsoll.estimator.setting import AUTO, Setting, optimizer_of
@@ -42,6 +42,28 @@ def check_setting(setting: Setting) -> None:
         host_link(setting.device)
     if setting.layout.ranks > 1:  # raises for a device without links
         collective_seconds(Collective.ALL_REDUCE, 1, setting.layout.ranks, setting.device)
+
+
+def check_longest(layout: Layout, how: Techniques) -> None:
+    """Refuse what a search for the longest sequence cannot use: a layout that divides a sample or the model over ranks, and
+    offloaded activations, because a row of its own adds them.
+
+    Raises:
+        InvalidLayout, InvalidOption: as said.
+    """
+    divided = [f"{key}={getattr(layout, key)}" for key in ("tp", "cp", "pp", "ep") if getattr(layout, key) > 1]
+    if divided:
+        raise InvalidLayout(
+            f"The longest sequence is not searched under {','.join(divided)}.",
+            why="it is searched for ranks that run whole samples through the whole model",
+            next="use dp= and zero= only, or estimate one length: plimsoll estimate TARGET --seq 128k --layout …",
+        )
+    if "activations" in how.on_host:
+        raise InvalidOption(
+            "offload=activations cannot be combined with a search for the longest sequence.",
+            why="the search has a row with it, and rows without it to compare with",
+            next="leave offload=activations out",
+        )
 
 
 def check_auto(strategy: str | None, budget: int | str | None) -> None:

@@ -42,8 +42,16 @@ MOST_BYTES = 512 * MIB
 _LOG = logging.getLogger(__name__)
 _LIBRARIES = ("torch", "transformers", "diffusers", "timm", "numpy", "scipy", "msgspec")
 _PACKAGE = Path(__file__).parents[1]
-_SOURCES = ("artifacts", "estimator/catalogue", "estimator/local_rank", "estimator/targets", "tracing")
-"""The folders of Plimsoll whose sources can change a trace."""
+_SOURCES = (
+    "artifacts",
+    "estimator/catalogue",
+    "estimator/local_rank",
+    "estimator/targets",
+    "tracing",
+    "engine/tiles.py",
+    "session/tiling.py",
+)
+"""The folders and files of Plimsoll whose sources can change a trace."""
 _LIMITS = ReadLimits(most_bytes=1 * GIB)
 _MAGIC = b"plimsoll cache 1"
 _DIGEST_BYTES = 32
@@ -127,14 +135,15 @@ def _version(library: str) -> str:
         return ""
 
 
-def _sources_digest(folders: Iterable[Path]) -> str:
+def _sources_digest(sources: Iterable[Path]) -> str:
     """Return a digest of the name, size and time of every source file. This takes a millisecond; hashing contents takes many.
 
     The catalogue's TOML files count as sources.
     """
     digest = hashlib.sha256()
-    for folder in folders:
-        for path in sorted(path for path in folder.rglob("*") if path.suffix in (".py", ".toml")):
+    for source in sources:
+        files = [source] if source.is_file() else source.rglob("*")
+        for path in sorted(path for path in files if path.suffix in (".py", ".toml")):
             status = path.stat()
             digest.update(f"{path.relative_to(_PACKAGE)}:{status.st_size}:{status.st_mtime_ns};".encode())
     return digest.hexdigest()

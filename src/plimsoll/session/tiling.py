@@ -17,7 +17,7 @@ import dataclasses
 import functools
 import logging
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from plimsoll.artifacts.tile import Tile
 from plimsoll.errors import BudgetBelowFloor, PlimsollError
@@ -39,10 +39,29 @@ nothing but its output, so tiles would not save memory."""
 
 def find_tileable(task: TrainingTask, options: PlanOptions) -> tuple[RowwiseCall, ...]:
     """Run the model's forward once, and return the row-wise calls that need less memory in tiles."""
-    found = find_rowwise_calls(
-        task.model, task.batch, regions=options.regions, device_name=options.device_profile
-    ).values()
-    return tuple(call for call in found if call.inner_bytes > _LEAST_GAIN * call.outer_bytes)
+    return worth_tiling(
+        find_rowwise_calls(task.model, task.batch, regions=options.regions, device_name=options.device_profile)
+    )
+
+
+def worth_tiling(found: Mapping[str, RowwiseCall]) -> tuple[RowwiseCall, ...]:
+    """Return those of the row-wise calls that need less memory in tiles. ``found`` maps their module paths to them."""
+    return tuple(call for call in found.values() if call.inner_bytes > _LEAST_GAIN * call.outer_bytes)
+
+
+def most_tiles(calls: Iterable[RowwiseCall]) -> tuple[Tile, ...]:
+    """Return the tiles of the calls if the largest call gets as many as possible. It is the last of the ``candidates``, but
+    without a least size of tiles. So the numbers of tiles are the same at each number of rows.
+
+    Example:
+        >>> size = {"inner_bytes": 2**25, "outer_bytes": 2**20}
+        >>> call = RowwiseCall(path="mlp", dim=1, rows=4096, inputs={"0": 1}, outputs=(1,), is_random=False, **size)
+        >>> [tile.count for tile in most_tiles([call])]
+        [64]
+    """
+    calls = list(calls)
+    tile_bytes = max((call.inner_bytes for call in calls), default=0) // MOST_TILES
+    return tuple(tile for call in calls for tile in _tiles_of(call, tile_bytes)) if tile_bytes else ()
 
 
 def candidates(calls: Iterable[RowwiseCall]) -> list[tuple[Tile, ...]]:

@@ -237,7 +237,18 @@ class BytesChart:
     limit_bytes: int | None = None
 
 
-Chart = MemoryChart | DecisionMap | FrontierChart | CurvesChart | NormsChart | PartsChart | BytesChart
+@dataclass(frozen=True, slots=True)
+class LengthsChart:
+    """A document element: a bar chart of sequence lengths in tokens.
+
+    Each row is a name, its length, and half the width of its error bar.
+    """
+
+    name: ClassVar[str] = "lengths"
+    rows: Sequence[tuple[str, int, int]]
+
+
+Chart = MemoryChart | DecisionMap | FrontierChart | CurvesChart | NormsChart | PartsChart | BytesChart | LengthsChart
 Element = Paragraph | ShellCommand | NamedFigures | Table | Checks | Fold | Chart
 
 

@@ -322,6 +322,13 @@ def make_batch(model: nn.Module, size: BatchSize) -> dict[str, Any]:
     )
 
 
+def learned_positions(model: nn.Module) -> Iterator[tuple[str, int]]:
+    """Yield each parameter of a text model that has a learned vector for each position: its name, and how many it has."""
+    for name, parameter in model.named_parameters():
+        if _LEARNED_POSITIONS.search(name) and "vision" not in name:
+            yield name, parameter.shape[0]
+
+
 class _Maker:
     """Makes one random batch for a model, with a fixed seed. It has one method for each kind of batch (text, images, latents
     and others).
@@ -438,12 +445,12 @@ class _Maker:
         sequence = self._size.sequence or longest or 1
         if not self._size.is_asked:
             return min(sequence, longest or sequence)
-        for name, parameter in self._model.named_parameters():
-            if _LEARNED_POSITIONS.search(name) and "vision" not in name and parameter.shape[0] < sequence:
+        for name, positions in learned_positions(self._model):
+            if positions < sequence:
                 raise InvalidTarget(
-                    f"{type(self._model).__name__} accepts at most {parameter.shape[0]:,} tokens per sample, not {sequence:,}.",
-                    why=f"its positions are learned, and {name} has {parameter.shape[0]:,} positions",
-                    next=f"use --seq {parameter.shape[0]} or less, or a configuration with more positions",
+                    f"{type(self._model).__name__} accepts at most {positions:,} tokens per sample, not {sequence:,}.",
+                    why=f"its positions are learned, and {name} has {positions:,} positions",
+                    next=f"use --seq {positions} or less, or a configuration with more positions",
                 )
         return sequence
 

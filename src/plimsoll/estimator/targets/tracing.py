@@ -37,6 +37,10 @@ Its attention is FlashAttention, as in the published runs that estimates are com
 """
 
 
+_TRACED_TILES = 2
+"""The first tile of a call is followed by others like the second: then sums of gradients exist already."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceRequest:
     """Says what to trace, as data: which model, which batch, and which part of the model one rank has.
@@ -55,6 +59,9 @@ class TraceRequest:
     tp: int = 1
     ep: int = 1
     sequence_parallel: bool = False
+    is_tiled: bool = False
+    """Whether module calls that work row by row run in as many tiles as possible. Only two tiles of each call are traced: the
+    trace has the memory of all tiles, but not their seconds."""
     how: Techniques = field(default_factory=Techniques)
     """The techniques of the job. Only techniques that change the model itself matter here: adapters, kernels of experts."""
 
@@ -112,6 +119,7 @@ def _question(request: TraceRequest, recipe: Recipe) -> dict[str, Any]:
         "ep": request.ep,
         "sequence_parallel": request.sequence_parallel,
         "moe": request.how.moe,
+        "is_tiled": request.is_tiled,
         "adapters": [request.how.lora, request.how.qlora, request.how.lora_on, request.how.adapters],
     }
 
@@ -123,7 +131,8 @@ def _trace(request: TraceRequest, recipe: Recipe | None, progress: Progress) -> 
     facts = _facts(request, recipe, target)
     with _adapted(target.model, request) as changes, _one_rank_of(target.model, request) as division, target.autocast():
         device_name = _ANY_GPU if runs_gpu_kernels(request.device_name) else request.device_name
-        made = trace(target.model, target.batch, loss=target.loss, device_name=device_name, progress=progress)
+        with _in_tiles(target, device_name) if request.is_tiled else contextlib.nullcontext():
+            made = trace(target.model, target.batch, loss=target.loss, device_name=device_name, progress=progress)
     made = replace(made, device=request.device_name)
     notes = (*made.notes, *target.notes, *changes, *division, *((_BALANCED,) if facts.experts else ()))
     return TracedTarget(trace=replace(made, notes=notes), facts=facts)
@@ -150,6 +159,18 @@ def _adapted(model: torch.nn.Module, request: TraceRequest) -> contextlib.Abstra
     from plimsoll.estimator.targets.adapters import adapted
 
     return adapted(model, request.how)
+
+
+@contextlib.contextmanager
+def _in_tiles(target: Target, device_name: str) -> Iterator[None]:
+    """Run the model's row-wise calls in tiles inside the ``with`` statement, two tiles of each."""
+    from plimsoll.engine.tiles import in_tiles
+    from plimsoll.session.tiling import most_tiles, worth_tiling
+    from plimsoll.tracing.rows import find_rowwise_calls
+
+    calls = worth_tiling(find_rowwise_calls(target.model, target.batch, device_name=device_name))
+    with in_tiles(target.model, most_tiles(calls), most_tiles=_TRACED_TILES):
+        yield
 
 
 @contextlib.contextmanager

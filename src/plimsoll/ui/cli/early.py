@@ -29,6 +29,14 @@ _FOLDERS = ("plans", "run", "keep_traces")
 """The options that name a file (``_FILES``) or a folder (``_FOLDERS``) to write to."""
 _WITHOUT_MODEL = ("estimate",)
 """Commands that never build the model in memory: they work with fake tensors, for devices of the catalogue."""
+_BESIDE_LONGEST: Mapping[str, Mapping[str, Any]] = {
+    "estimate": dict.fromkeys(
+        ("seq", "strategy", "export", "tokens", "price", "launch", "plans", "compare_with", "save_device"), None
+    ),
+    "fit": {"seq": [], "global_batch": None, "accumulation": 1, "most_batch": 1024, "regions": [], "solves": 16}
+    | {"save_plan": None, "device": "cpu"},
+}
+"""For each command with ``--longest-sequence``, the options without an effect beside it, and their defaults."""
 _KINDS = ("cpu", "cuda", "mps", "xpu", "hpu", "npu", "mtia", "xla", "privateuseone")
 """The kinds of devices that torch or a library for it can build a model on."""
 _HOST = "cpu"
@@ -57,7 +65,9 @@ def refuse_early(command: str, typed: Mapping[str, Any], *, plans_if_asked: bool
         _refuse_planning(command, typed, plans_if_asked=plans_if_asked)
     if command == "demo" and typed.get("budget"):
         Budget.read(typed["budget"]).bytes_of(_HOST, host_memory_bytes())
-    if command == "fit":
+    if typed.get("longest_sequence"):
+        _refuse_beside_longest(command, typed)
+    elif command == "fit":
         _refuse_fit(typed)
     if command == "estimate":
         _refuse_estimate(typed)
@@ -65,7 +75,7 @@ def refuse_early(command: str, typed: Mapping[str, Any], *, plans_if_asked: bool
         return
     _refuse_devices(command, typed)
     recipe = _recipe_of(typed)
-    if recipe is None or command in _WITHOUT_MODEL or typed.get("layout") or typed.get("techniques"):
+    if recipe is None or command in _WITHOUT_MODEL or any(map(typed.get, ("layout", "techniques", "longest_sequence"))):
         return
     _refuse_large(command, typed, recipe)
     _refuse_long(typed, recipe)
@@ -82,7 +92,7 @@ def refuse_early(command: str, typed: Mapping[str, Any], *, plans_if_asked: bool
 def notice(command: str, typed: Mapping[str, Any]) -> Iterator[str]:
     """Yield what to tell the user before the work begins: what is loaded, and whether one step takes minutes on this CPU."""
     text = _target_of(typed)
-    if not text or command in _WITHOUT_MODEL:
+    if not text or command in _WITHOUT_MODEL or typed.get("longest_sequence"):
         return
     yield f"loading {text}"
     recipe, seq = _recipe_of(typed), typed.get("seq")
@@ -288,6 +298,33 @@ def _refuse_fit(typed: Mapping[str, Any]) -> None:
             why="layouts are compared by the seconds of one step over the global batch, estimated for a device profile",
             next=f"add {' '.join(lacking)}",
         )
+
+
+def _refuse_beside_longest(command: str, typed: Mapping[str, Any]) -> None:
+    """Check the options of a search for the longest sequence, and refuse options without an effect.
+
+    Raises:
+        InvalidOption: the message names the options.
+    """
+    from plimsoll.artifacts.job import read_techniques
+    from plimsoll.estimator.parallelism.layouts import read_layout
+    from plimsoll.estimator.setting_checks import check_longest
+
+    ignored = [
+        f"--{name.replace('_', '-')}"
+        for name, default in _BESIDE_LONGEST[command].items()
+        if (typed.get(name) or default) != default
+    ]
+    if command == "estimate" and "," in typed["device"]:
+        ignored.append(f"--device {typed['device']}")
+    if ignored:
+        raise InvalidOption(
+            f"{' and '.join(ignored)} cannot be used with --longest-sequence.",
+            why="it searches the length itself, on one device, with decisions of its own in each row",
+            next="leave out either --longest-sequence or the other options",
+        )
+    lora = f"lora={typed['lora']}" if typed.get("lora") else ""
+    check_longest(read_layout(typed["layout"]), read_techniques(",".join(filter(None, [typed["techniques"], lora]))))
 
 
 def _refuse_estimate(typed: Mapping[str, Any]) -> None:

@@ -187,6 +187,14 @@ FitLayoutOption = Annotated[
         help="Also search layouts of several devices: ranks=64, or with fixed degrees: ranks=64,tp=8,sp. Needs --global-batch.",
     ),
 ]
+LongestOption = Annotated[
+    bool,
+    options.of_target(
+        "--longest-sequence",
+        help="Find the longest sequence that fits instead: plain, checkpointed, planned, in tiles, with offloaded inputs, and "
+        "with the loss in chunks.",
+    ),
+]
 PlansOption = Annotated[
     Path | None,
     options.of_result(
@@ -210,6 +218,7 @@ def estimate(
     device: DeviceNameOption = "H100-SXM",
     batch: options.BatchOption = None,
     seq: options.SequenceOption = None,
+    longest_sequence: LongestOption = False,
     precision: PrecisionOption = None,
     optimizer: OptimizerNameOption = "adamw",
     master_weights: MasterWeightsOption = False,
@@ -253,6 +262,12 @@ def estimate(
         run = _read_run(compare_with, save_device)
         run_tokens, prices = read_price(tokens, price, devices)
         how = ",".join(filter(None, [techniques, f"lora={lora}" if lora else ""]))
+        if longest_sequence:
+            how_given = {"precision": precision, "optimizer": optimizer, "has_master_weights": master_weights}
+            _find_longest(
+                target, to, batch=batch, device=device, budget=budget, layout=layout, techniques=how, **how_given
+            )
+            return
         words = {"layout": layout, "optimizer": optimizer, "techniques": how, "budget": budget, "strategy": strategy}
         asked = {"batch": str(batch or ""), **{name: word or "" for name, word in words.items()}}
 
@@ -392,6 +407,16 @@ def _save_plans(found: Estimate, directory: Path, to: options.Output) -> None:
         terminal.say(told)
 
 
+def _find_longest(target: str, to: options.Output, **how: Any) -> None:
+    """Search the longest sequence that fits, row by row, and print the lengths."""
+    from plimsoll.estimator.longest_sequence import longest_sequence
+
+    with terminal.show_progress() as report:
+        found = longest_sequence(target, progress=report, **how)
+    terminal.hand_over(found, to)
+    terminal.end(found.exit_code)
+
+
 def _fit_layout(target: str, budget: str, layout: str, to: options.Output, **sizes: Any) -> None:
     """Search the fastest layout (division of the step over ranks) with its micro-batch, and print the estimate.
 
@@ -412,6 +437,7 @@ def fit(
     *,
     budget: FitBudgetOption,
     seq: SequencesOption = None,
+    longest_sequence: LongestOption = False,
     global_batch: GlobalBatchOption = None,
     accumulation: AccumulationOption = 1,
     most_batch: MostBatchOption = 1024,
@@ -430,9 +456,18 @@ def fit(
     Example: plimsoll fit llama-3-8b --budget 75GiB --device-profile H100-SXM --seq 2048 --seq 8192
     """
     import plimsoll
+    from plimsoll.planning.costing.host import host_memory_bytes
+    from plimsoll.session.options import Budget
     from plimsoll.ui.cli import work
 
     with ranks.one_process("fit", is_json=to.json):
+        if longest_sequence:
+            limit: int | str | None = budget
+            if device_profile is None:
+                limit = Budget.read(budget).bytes_of(device, host_memory_bytes())
+            given = {"layout": layout, "techniques": techniques, "optimizer": optimizer.value}
+            _find_longest(target, to, device=device_profile or "CPU", budget=limit, **given)
+            return
         if layout or techniques:
             layout = layout or "ranks=1"
             sizes = {"sequences": seq or None, "global_batch": global_batch, "accumulation": accumulation}

@@ -1,4 +1,6 @@
-"""Draws charts of evidence: curves of two runs, norms of gradients, the parts of an overhead, and the bytes of an estimate."""
+"""Draws charts of evidence: curves of two runs, norms of gradients, the parts of an overhead, the bytes of an estimate, and the
+longest sequences that fit.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ from collections.abc import Sequence
 
 from plimsoll.artifacts.finding import OverheadPart
 from plimsoll.artifacts.verdict import NormComparison, NormSummary
-from plimsoll.ui.document import BytesChart, CurvesChart, NormsChart, PartsChart
+from plimsoll.ui.document import BytesChart, CurvesChart, LengthsChart, NormsChart, PartsChart
 from plimsoll.ui.html.drawing import (
     GREEN,
     LINE,
@@ -142,4 +144,24 @@ def draw_bytes(chart: BytesChart) -> Drawing:
         rules=[RuleLine(x=scale.of(limit))] if limit else (),
         notes=[Note([f"device memory {format_bytes(limit)}"], x=scale.of(limit), anchor="end")] if limit else (),
         description=f"{chart.title} of {len(rows)} parts, with error bars.",
+    )
+
+
+def draw_lengths(chart: LengthsChart) -> Drawing:
+    """Draw one bar with an error bar per set of decisions."""
+    rows = chart.rows
+    most = max((tokens + error for _, tokens, error in rows), default=0)
+    return Drawing(
+        layers=[
+            Bars(
+                lengths=[tokens for _, tokens, _ in rows],
+                colours=[SKY] * len(rows),
+                hints=[f"{name}\n{tokens:,} ± {error:,} tokens" for name, tokens, error in rows],
+                spreads=[error for *_, error in rows],
+            )
+        ],
+        x=Axis(title="longest sequence, tokens", span=(0.0, 1.08 * max(most, 1))),
+        y=Axis(ticks=[(row, name) for row, (name, *_) in enumerate(rows)], is_downward=True, has_grid=False),
+        height=100 + _BAR_PIXELS * len(rows),
+        description=f"The longest sequence under {len(rows)} sets of decisions, with error bars.",
     )

@@ -22,6 +22,7 @@ from markupsafe import Markup
 
 from plimsoll.artifacts.estimate import Estimate
 from plimsoll.artifacts.files import write_whole
+from plimsoll.artifacts.lengths import SequenceLengths
 from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.receipt import Receipt
 from plimsoll.artifacts.store import Artifact, Reportable
@@ -35,6 +36,7 @@ from plimsoll.ui.document import (
     Element,
     Fold,
     FrontierChart,
+    LengthsChart,
     MemoryChart,
     NamedFigures,
     NormsChart,
@@ -48,7 +50,7 @@ from plimsoll.ui.document import (
     name_budget,
 )
 from plimsoll.ui.html.drawing import Drawing
-from plimsoll.ui.html.evidence_charts import draw_bytes, draw_curves, draw_norms, draw_parts
+from plimsoll.ui.html.evidence_charts import draw_bytes, draw_curves, draw_lengths, draw_norms, draw_parts
 from plimsoll.ui.html.frontier_chart import draw_frontier
 from plimsoll.ui.html.map_chart import draw_map
 from plimsoll.ui.html.memory_chart import draw_memory
@@ -65,6 +67,7 @@ _DRAW: Mapping[type, Callable[[Any], Drawing]] = {
     NormsChart: draw_norms,
     PartsChart: draw_parts,
     BytesChart: draw_bytes,
+    LengthsChart: draw_lengths,
 }
 _MOST_TIMES = 20
 """A page shows up to this many times the number of rows that a terminal shows."""
@@ -105,7 +108,7 @@ def report(artifacts: Artifact | Sequence[Artifact], path: str | Path) -> None:
 
     Args:
         artifacts: a plan, receipt, comparison, verdict, finding or advice, or several of these about one model and batch. Or
-            one or several estimates.
+            one or several estimates and longest sequences.
         path: the file to write. An existing file is replaced as a whole, or left unchanged after an error.
 
     Raises:
@@ -153,7 +156,7 @@ def build_html(artifacts: Sequence[Artifact], names: Sequence[str] = ()) -> str:
             why="the list of artifacts is empty",
             next="give a plan, a receipt or a comparison: `plimsoll report plan.json -o page.html`",
         )
-    estimates = [artifact for artifact in artifacts if isinstance(artifact, Estimate)]
+    estimates = [artifact for artifact in artifacts if isinstance(artifact, Estimate | SequenceLengths)]
     if 0 < len(estimates) < len(artifacts):
         raise InvalidReport(
             "An estimate cannot share a page with other artifacts.",

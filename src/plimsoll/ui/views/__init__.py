@@ -14,6 +14,7 @@ from plimsoll.artifacts.estimate import Estimate
 from plimsoll.artifacts.explained import Explanation
 from plimsoll.artifacts.finding import Finding
 from plimsoll.artifacts.fit import Fit
+from plimsoll.artifacts.lengths import SequenceLengths
 from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.receipt import Receipt
 from plimsoll.artifacts.traffic import Traffic
@@ -25,6 +26,7 @@ from plimsoll.ui.views.estimate import view_estimate
 from plimsoll.ui.views.explanation import view_explanation
 from plimsoll.ui.views.finding import view_finding
 from plimsoll.ui.views.fit import view_fit
+from plimsoll.ui.views.lengths import view_lengths
 from plimsoll.ui.views.plan import view_plan
 from plimsoll.ui.views.receipt import view_receipt
 from plimsoll.ui.views.traffic import view_traffic
@@ -39,6 +41,7 @@ _VIEWS: dict[type, Callable[[Any], Document]] = {
     Advice: view_advice,
     Estimate: view_estimate,
     Fit: view_fit,
+    SequenceLengths: view_lengths,
     Explanation: view_explanation,
     Traffic: view_traffic,
 }
