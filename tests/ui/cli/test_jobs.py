@@ -132,7 +132,11 @@ def test_expandable_segments_are_switched_on_where_the_job_starts():
 
 def test_the_script_follows_the_estimate(run: Callable[..., Any]):
     pytest.importorskip("transformers")
-    assert "torchrun --standalone --nproc-per-node=1 train.py" in run(*TINY, "--launch", "torchrun").out
+    answered = run(*TINY, "--launch", "torchrun")
+    assert answered.out.splitlines()[0].startswith("# llama-tiny on 1 x ")
+    assert "torchrun --standalone --nproc-per-node=1 train.py" in answered.out
+    assert "tokens" in answered.err
+    assert '-m plimsoll run train.py --budget "60GiB"' in run(*TINY, "--launch", "torchrun", "--budget", "60GiB").out
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,9 @@ PriceOption = Annotated[
 ]
 LaunchOption = Annotated[
     Launcher | None,
-    options.of_result("--launch", help="Print the commands that start the ranks of this job."),
+    options.of_result(
+        "--launch", help="Print the commands that start the ranks of this job on stdout, and the estimate on stderr."
+    ),
 ]
 LoraOption = Annotated[
     int | None,
@@ -309,9 +311,9 @@ def estimate(
             return
         if compare_with is not None:
             found = measured_run.set_beside(found, run, compare_with)
-        terminal.hand_over(found, to)
+        terminal.hand_over(found, to, is_aside=launch is not None)
         if launch is not None:
-            terminal.say("\n" + launch_script(found, launch))
+            terminal.say(launch_script(found, launch, budget=None if budget is None else str(budget)))
         if save_device is not None:
             measured_run.save_correction(measured_run.correct_device(found), save_device)
         if plans is not None:

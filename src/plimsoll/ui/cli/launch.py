@@ -17,13 +17,15 @@ class Launcher(enum.StrEnum):
     SBATCH = "sbatch"
 
 
-def launch_script(estimate: Estimate, launcher: Launcher) -> str:
+def launch_script(estimate: Estimate, launcher: Launcher, *, budget: str | None = None) -> str:
     """Return the commands that start one process per rank of the estimated job. The user puts in the training script.
 
     Args:
         estimate: the job; its layout gives the number of ranks, its device the ranks of a node.
         launcher: the program that starts the ranks.
+        budget: if given, ``plimsoll run`` starts the training script under this budget per rank.
     """
+    script = "train.py" if budget is None else f'-m plimsoll run train.py --budget "{budget}"'
     ranks = estimate.layout.ranks
     on_node = min(ranks, find_device(estimate.device).ranks_per_node)
     nodes = -(-ranks // on_node)
@@ -36,7 +38,7 @@ def launch_script(estimate: Estimate, launcher: Launcher) -> str:
             f"--rdzv-backend=c10d --rdzv-endpoint=$HEAD_NODE:{_PORT}",
         ]  # fmt: skip
         where = [] if nodes == 1 else [f"# on each of the {nodes} nodes, with NODE_RANK from 0 to {nodes - 1}"]
-        return "\n".join([about, *where, *settings, _torchrun(nodes_of, on_node)])
+        return "\n".join([about, *where, *settings, _torchrun(nodes_of, on_node, script)])
     head = [
         "#!/bin/bash",
         f"#SBATCH --job-name={estimate.target.replace('/', '-')}",
@@ -52,11 +54,11 @@ def launch_script(estimate: Estimate, launcher: Launcher) -> str:
         f"--nnodes={nodes}",
         f"--rdzv-id=$SLURM_JOB_ID --rdzv-backend=c10d --rdzv-endpoint=$HEAD_NODE:{_PORT}",
     ]
-    return "\n".join([*head, about, *endpoint, f"srun {_torchrun(rendezvous, on_node)}"])
+    return "\n".join([*head, about, *endpoint, f"srun {_torchrun(rendezvous, on_node, script)}"])
 
 
-def _torchrun(rendezvous: list[str], on_node: int) -> str:
-    return " ".join(["torchrun", *rendezvous, f"--nproc-per-node={on_node}", "train.py"])
+def _torchrun(rendezvous: list[str], on_node: int, script: str) -> str:
+    return " ".join(["torchrun", *rendezvous, f"--nproc-per-node={on_node}", script])
 
 
 def _is_expandable(estimate: Estimate) -> bool:

@@ -299,11 +299,12 @@ def say(text: str) -> None:
     stdout().print(text, markup=False, soft_wrap=True)
 
 
-def hand_over(artifact: Artifact, to: Output, *, explain: bool = False) -> None:
+def hand_over(artifact: Artifact, to: Output, *, explain: bool = False, is_aside: bool = False) -> None:
     """Output the result of a command. Save the artifact to ``to.output`` if that file was given, and write the artifact to
     stdout as JSON or as text.
 
-    With ``explain``, the text contains each decision with its reason.
+    With ``explain``, the text contains each decision with its reason. If it ``is_aside``, the text goes to stderr, because
+    stdout is for something else that the command makes.
     """
     from plimsoll.ui.terminal import render_artifact
 
@@ -316,7 +317,7 @@ def hand_over(artifact: Artifact, to: Output, *, explain: bool = False) -> None:
     if to.json:
         write_json(to_json(artifact))
     else:
-        stdout().print(render_artifact(artifact, with_details=explain), crop=False)
+        (stderr() if is_aside else stdout()).print(render_artifact(artifact, with_details=explain), crop=False)
     if failure is not None:
         print_error(failure)
         raise typer.Exit(failure.exit_code) from failure

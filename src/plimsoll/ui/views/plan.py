@@ -69,7 +69,9 @@ def view_plan(plan: Plan) -> Document:
             label=f"{plan.strategy}, {format_budget(plan.budget_bytes, 'no budget')}",
             origins={"costs": f"{plan.cost_source} on {plan.cost_device}"},
         ),
-        lines=[*plan.limits, _lead(plan), plan.status.advice] if plan.status.is_usable else [plan.status.advice],
+        lines=[*plan.limits, _lead(plan), *([plan.status.advice] if _has_bound(plan) else [])]
+        if plan.status.is_usable
+        else [plan.status.advice],
         statement=_statement(plan),
         sections=sections,
         notes=plan.notes,
@@ -94,6 +96,8 @@ def _statement(plan: Plan) -> str:
         f"instead of {format_bytes(plan.baseline_peak_bytes)}, for {format_more(plan.predicted_overhead)} time a step. "
     )
     beside = " with these tiles" if plan.tiles else ""
+    if not _has_bound(plan):
+        return text.strip()
     if plan.status is Status.OPTIMAL:
         return text + f"With these costs, no other plan of this engine{beside} is faster."
     return (
@@ -105,6 +109,7 @@ def _statement(plan: Plan) -> str:
 def plan_figures(plan: Plan) -> list[tuple[str, str]]:
     """Return the plan's figures as pairs of name and text."""
     share = plan.predicted_peak_bytes / plan.baseline_peak_bytes if plan.baseline_peak_bytes else 1.0
+    solved = f"; solved in {format_seconds(plan.solve_seconds)}" if plan.solve_seconds else ""
     return [
         ("budget", f"{format_budget(plan.budget_bytes)} (floor {format_bytes(plan.floor_bytes)})"),
         (
@@ -117,15 +122,27 @@ def plan_figures(plan: Plan) -> list[tuple[str, str]]:
             f"{format_seconds(plan.predicted_seconds)}, {format_share(plan.predicted_overhead)} over the unmanaged "
             f"{format_seconds(plan.baseline_seconds)}",
         ),
-        (
-            "lower bound",
-            f"{format_seconds(plan.lower_bound_seconds)}: the gap is {plan.gap_of_step:.2%} of the step, "
-            f"{plan.gap_of_overhead:.1%} of the overhead",
-        ),
-        ("price of memory", _price(plan)),
+        *_bound_figures(plan),
         *_tiles(plan),
         *_packing_figures(plan),
-        ("costs", f"{plan.cost_source} on {plan.cost_device}; solved in {format_seconds(plan.solve_seconds)}"),
+        ("costs", f"{plan.cost_source} on {plan.cost_device}{solved}"),
+    ]
+
+
+def _has_bound(plan: Plan) -> bool:
+    """Return whether the plan has a lower bound and a price of memory. A plan that `attach` derives for the loop's own step has
+    neither.
+    """
+    return plan.lower_bound_seconds > 0
+
+
+def _bound_figures(plan: Plan) -> list[tuple[str, str]]:
+    if not _has_bound(plan):
+        return []
+    gap = f"the gap is {plan.gap_of_step:.2%} of the step, {plan.gap_of_overhead:.1%} of the overhead"
+    return [
+        ("lower bound", f"{format_seconds(plan.lower_bound_seconds)}: {gap}"),
+        ("price of memory", _price(plan)),
     ]
 
 
