@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from torch import nn
@@ -12,6 +14,8 @@ from plimsoll.artifacts.receipt import ReceiptVerdict
 from plimsoll.engine import tiles
 from plimsoll.engine.tiles import TiledForward
 from plimsoll.errors import BudgetBelowFloor, InvalidOption, InvalidStrategy
+from plimsoll.session import plan as plan_module
+from plimsoll.session.tiling import candidates, find_tileable
 
 BOTH = ("recompute", "tile")
 ROWS, WIDTH = 2048, 16
@@ -102,6 +106,19 @@ def test_a_budget_below_the_floor_without_tiles_is_kept_in_tiles(batch, budget, 
     assert receipt.tile_rounding.compared == 12
     assert receipt.baseline_losses == receipt.plan_losses
     assert not any(map(is_tiled, model.modules()))
+
+
+def test_more_tiles_are_tried_if_those_chosen_were_measured_to_need_more(batch, monkeypatch):
+    budget = named_floor(refused(Model(), batch, BOTH))
+
+    def too_few(whole, task, planner_of):
+        return planner_of(dataclasses.replace(whole.options, tiles=candidates(find_tileable(task, whole.options))[0]))
+
+    monkeypatch.setattr(plan_module, "with_best_tiles", too_few)
+    made = plimsoll.plan(Model(), batch, budget=budget, loss=loss_of, allow=BOTH)
+
+    assert made.predicted_peak_bytes <= budget
+    assert {tile.count for tile in made.tiles} == {8}
 
 
 def test_dropout_in_tiles_is_planned_and_verified(batch, budget):

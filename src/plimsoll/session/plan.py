@@ -27,7 +27,7 @@ from plimsoll.session.retry import AppliedPlan, can_retry
 from plimsoll.session.step_context import ContextWatch
 from plimsoll.session.step_planner import StepPlanner, eager_planner
 from plimsoll.session.task import TrainingTask, check_module
-from plimsoll.session.tiling import name_tiles, with_best_tiles
+from plimsoll.session.tiling import name_tiles, with_best_tiles, with_most_tiles
 from plimsoll.tracing.ddp import inner_module
 from plimsoll.tracing.recorder.calling import Loss
 from plimsoll.units import check_count
@@ -135,20 +135,25 @@ def plan(
             planner = planner_of(agreement, task, options, limit, part_of(report, 0.0, 0.5))
             step = functools.partial(task.step, written=planner.trace.written)
             planner.try_forms(step, part_of(report, 0.5, 0.7))
-            if options.may_tile and strategy == "auto" and not is_compiled:
+            whole, is_auto = planner, strategy == "auto" and not is_compiled
 
-                def planner_with(chosen: PlanOptions) -> StepPlanner:
-                    tiled = eager_planner(agreement, task, chosen, limit)
-                    tiled.try_forms(step)
-                    return tiled
+            def planner_with(chosen: PlanOptions) -> StepPlanner:
+                tiled = eager_planner(agreement, task, chosen, limit)
+                tiled.try_forms(step)
+                return tiled
 
-                planner = with_best_tiles(planner, task, planner_with)
+            if options.may_tile and is_auto:
+                planner = with_best_tiles(whole, task, planner_with)
+            solving = part_of(report, 0.7, 1.0)
             try:
-                made = planner.plan(strategy, step, part_of(report, 0.7, 1.0))
+                made = planner.plan(strategy, step, solving)
             except BudgetBelowFloor as refusal:
-                if agreement.size == 1 and strategy == "auto" and not is_compiled and not options.may_tile:
+                if agreement.size == 1 and is_auto and not options.may_tile:
                     name_tiles(refusal, planner, task)
-                raise
+                most = with_most_tiles(planner, whole, task, planner_with)
+                if most is None:
+                    raise
+                made = most.plan(strategy, step, solving)
         agreement.same_plan(made)
         report("done", 1.0)
         return made

@@ -120,6 +120,24 @@ def with_best_tiles(
         return whole
 
 
+def with_most_tiles(
+    refused: StepPlanner, whole: StepPlanner, task: TrainingTask, planner_of: Callable[[PlanOptions], StepPlanner]
+) -> StepPlanner | None:
+    """Return the planner of the step in the most tiles, or ``None`` if ``refused`` is that planner, or has no tiles.
+
+    Sets of tiles are chosen by predicted peaks. If the chosen set was measured to need more than the budget, the step in more
+    tiles may fit: a budget that a refusal had named was refused by 0.1%.
+    """
+    if not refused.options.tiles:
+        return None
+    most = candidates(find_tileable(task, whole.options))[-1]
+    if most == refused.options.tiles:
+        return None
+    planner = planner_of(dataclasses.replace(whole.options, tiles=most))
+    planner.compare_with(whole)
+    return planner
+
+
 def _fastest(whole: StepPlanner, task: TrainingTask, planner_of: Callable[[PlanOptions], StepPlanner]) -> StepPlanner:
     """Search for the set of tiles with the fastest plan, as `with_best_tiles` describes."""
     sets = candidates(find_tileable(task, whole.options))
