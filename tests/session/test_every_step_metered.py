@@ -655,3 +655,10 @@ def test_an_overrun_by_what_the_loop_holds_names_it():
     said = [str(each.message) for each in caught if "a training step took" in str(each.message)]
     assert ["the training loop holds 6.0 MiB more" in each for each in said] == [True] * len(said)
     assert said
+
+
+@pytest.mark.parametrize("kind", ["padding", "samples", "loss", "retained"])
+def test_an_overrun_in_every_step_that_no_plan_prevents_is_said_once(kind: str):
+    found = Run(loop_of(kind), "attach", share=0.05)
+    assert found.over == list(range(CHANGE, STEPS))
+    assert [number for number, text in found.said if "more than the budget" in text] == [CHANGE + 1]

@@ -125,6 +125,7 @@ _KNOWLEDGE = (
     "_traces_left",
     "_ran_more_bytes",
     "_said_parts_bytes",
+    "_said_overrun",
     "_is_named",
     "_counted",
     "_metered",
@@ -512,6 +513,8 @@ class Attachment(ShowsFigures, RemovedAtEnd):
         """
         self._said_parts_bytes = 0
         """The highest peak that a warning named of steps that call parts of the model; 1 if a warning named no peak."""
+        self._said_overrun = "", 0
+        """The cause and the peak in bytes of the last overrun that a warning named."""
         self._is_named = False
         """Whether a warning before the current step already said that the step may exceed the budget."""
         self._counted, self._metered = CountedState(), MeteredSituations()
@@ -1067,7 +1070,10 @@ class Attachment(ShowsFigures, RemovedAtEnd):
         if held_bytes >= over_bytes:
             # Without these bytes the step would have kept to the budget: a model that was pruned between two steps.
             cause = f"{cause}; since plans were made, the training loop holds {format_bytes(held_bytes)} more"
-        if not is_named:
+        said_cause, said_bytes = self._said_overrun
+        # A lasting state is said once: quantization that began in mid-run exceeded the lowest plan's peak in every later step.
+        if not is_named and (cause != said_cause or is_more(peak_bytes, said_bytes)):
+            self._said_overrun = cause, peak_bytes
             warn_of_overrun(peak_bytes, limit_bytes, cause, next_)
 
     def _announce(self, *, is_measured: bool) -> None:
