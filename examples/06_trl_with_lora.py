@@ -1,6 +1,9 @@
 """One line keeps TRL's supervised fine-tuning with LoRA under a budget: a small Llama learns Python's own argparse module.
 
-Runs on a CPU in a few seconds. TRL switches activation checkpointing on by itself; the budget takes that over.
+Runs on a CPU in less than a minute. TRL switches activation checkpointing on by itself; the budget takes that over.
+
+After the first step one line says what the budget costs: the peak goes from 39.7 to 37.0 MiB, and 3 of 4 blocks recompute. Most
+of the peak is TRL's own chunk of logits (31.8 MiB), which a plan for the blocks does not change.
 """
 
 from __future__ import annotations
@@ -50,7 +53,7 @@ def main() -> None:
             train_dataset=rows,
             processing_class=PreTrainedTokenizerFast(tokenizer_object=letters, eos_token="<end>", pad_token="<end>"),
             peft_config=LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj"]),
-            callbacks=[PlimsollCallback(budget="40MiB")],
+            callbacks=[PlimsollCallback(budget="37MiB")],
         )
         trainer.train()
 
