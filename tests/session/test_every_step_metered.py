@@ -145,6 +145,26 @@ class OtherFirstBlock(NoisyCopies):
         return mean_square(torch.func.functional_call(model, weights, self.batch(number)))
 
 
+class NoisyFromTheStart(NoisyCopies):
+    def is_noisy(self, number: int) -> bool:
+        return True
+
+
+class MoreQuantized(Loop):
+    """Runs at quantized weights, whose graph holds further tensors: of one block first, of all blocks in the next step."""
+
+    def loss(self, model: Any, number: int) -> torch.Tensor:
+        if number < CHANGE:
+            return super().loss(model, number)
+        prefix = "blocks.0" if number == CHANGE else ""
+        weights = {
+            name: (each.tanh() * 8).round() / 8 + each.tanh() - each.tanh().detach()
+            for name, each in model.named_parameters()
+            if name.startswith(prefix)
+        }
+        return mean_square(torch.func.functional_call(model, weights, self.batch(number)))
+
+
 class FailsOnce(Loop):
     """Somebody holds the loss of a step that failed, as a debugger or a notebook does."""
 
@@ -443,12 +463,19 @@ def test_what_a_view_of_a_larger_batch_holds_is_subtracted_before_the_step_runs(
     assert not found.said
 
 
-@pytest.mark.parametrize("loop", [NoisyCopies, NoisyInTurns, OtherFirstBlock])
+@pytest.mark.parametrize("loop", [NoisyCopies, NoisyInTurns, OtherFirstBlock, MoreQuantized])
 def test_copies_of_weights_that_a_call_runs_at_are_subtracted_before_the_step_runs(loop: type[Loop]):
     expected, found = Run(loop(lambda: Stack(4, WIDTH))), Run(loop(lambda: Stack(4, WIDTH)), "attach", share=0.7)
     assert all(map(torch.equal, expected.weights, found.weights))
     assert found.over == []
     assert not found.said
+
+
+def test_copies_of_weights_in_the_first_call_are_planned_with():
+    loop = NoisyFromTheStart(lambda: Stack(4, WIDTH))
+    expected, found = Run(loop), Run(loop, "attach", share=1.3)
+    assert all(map(torch.equal, expected.weights, found.weights))
+    assert [number for number in found.over if number] == []
 
 
 @pytest.mark.parametrize("loop", [Rows, Columns, SomeRows])

@@ -11,7 +11,7 @@ two steps in a row are a record that the loop keeps, such as outputs for a metri
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +24,7 @@ from plimsoll.session.step_levels import is_more
 from plimsoll.tracing.fsdp2 import every_parameter
 from plimsoll.tracing.local_tensors import is_wrapper
 from plimsoll.tracing.meters.allocated import allocated_bytes
-from plimsoll.tracing.meters.memory import storage_bytes, storage_of
+from plimsoll.tracing.meters.memory import live_saved_tensors, storage_bytes, storage_of
 from plimsoll.tracing.recorder.calling import output_tensors
 
 _MOST_PATIENCE = 64
@@ -57,6 +57,8 @@ class HeldByLoop:
         gradients (True) have separate lists.
         """
         self._patience = self._waited = 0
+        self._fast_bytes = 0
+        """The part of ``bytes`` that fast weights take."""
         self._record_bytes = self._run_bytes = 0
         """Two numbers: the bytes of records (tensors that the loop collects, such as outputs for a metric), and the bytes that
         the last steps in a row have added to them.
@@ -80,7 +82,7 @@ class HeldByLoop:
             return
         if not self._levels:
             # Plans and the first measurement count the fast weights of this step. Those of later steps are other tensors.
-            self.bytes = storage_bytes(fast_weights(self._model), self._device)
+            self.bytes = self._fast_bytes = self._bytes_beside(self._of_fast_weights(), ())
             self.carried.note_before(self._device)
         if accumulates not in self._levels:
             self._levels[accumulates] = [self._first_level(reading, accumulates=accumulates)]
@@ -128,7 +130,7 @@ class HeldByLoop:
         above the unmanaged peak of a learned loss was refused.
         """
         held_bytes = self.bytes
-        if held_bytes:
+        if held_bytes and self._levels:
             (levels,) = self._levels.values()
             trained = [each for each in every_parameter(self._model) if each.requires_grad]
             gradient_bytes = storage_bytes(trained, self._device)  # gradients are as large as their parameters
@@ -145,12 +147,25 @@ class HeldByLoop:
                 levels[:] = [each._replace(reading=each.reading + added_bytes) for each in levels]
 
     def _look(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        made = self._of_fast_weights()
         fast = frozenset(map(id, fast_weights(self._model)))
         counted = [each for each in held_tensors(self._model, args, kwargs) if id(each) not in fast]
         carried = self.carried.found(self._device, (args, kwargs))
-        visible_bytes = storage_bytes([*counted, *carried], self._device) - storage_bytes(counted, self._device)
-        self.bytes = self._without_records(max(0, visible_bytes - self._record_bytes), self.bytes)
+        fast_bytes = self._bytes_beside(made, counted)
+        visible_bytes = self._bytes_beside([*made, *carried], counted) - fast_bytes
+        was_visible_bytes, self._fast_bytes = self.bytes - self._fast_bytes, fast_bytes
+        # Fast weights are no record, even if a loop exchanges more of them from step to step.
+        self.bytes = fast_bytes + self._without_records(max(0, visible_bytes - self._record_bytes), was_visible_bytes)
         self.state_bytes = state_bytes_of(self._model, self.carried.optimizers(self._device, (args, kwargs)))
+
+    def _of_fast_weights(self) -> list[torch.Tensor]:
+        """Return the tensors in the places of parameters, and what the graphs that made them have saved."""
+        fast = fast_weights(self._model)
+        return [*fast, *live_saved_tensors(self._device.type, fast)]
+
+    def _bytes_beside(self, tensors: Sequence[torch.Tensor], counted: Sequence[torch.Tensor]) -> int:
+        """Return the bytes of the storages of ``tensors`` that are not storages of ``counted``."""
+        return storage_bytes([*counted, *tensors], self._device) - storage_bytes(counted, self._device)
 
     def _without_records(self, visible_bytes: int, was_visible_bytes: int) -> int:
         """Subtract the bytes of records from ``visible_bytes``, and return the rest. Records are tensors that have grown in two

@@ -49,7 +49,7 @@ def untouched(model: nn.Module, written: Collection[str] = ()) -> Iterator[None]
     zeros of their shape inside the block, so that accumulating into them has its usual cost, and are never written. Parameters
     are restored if the step is known to write them (``written``, by name), or if it replaces their ``data``.
     """
-    parameters = every_parameter(model)
+    parameters = [*every_parameter(model), *_leaves_of_fast_weights(model)]
     gradients = list(map(gradient_of, parameters))
     generators, state = RandomState(), KeptState(model)
     named = dict(inner_module(model).named_parameters())
@@ -93,6 +93,26 @@ def untouched(model: nn.Module, written: Collection[str] = ()) -> Iterator[None]
         generators.put_back()
         # Otherwise the user's call would find weights that autocast cast in the block, and run other ops than later calls.
         torch.clear_autocast_cache()
+
+
+def _leaves_of_fast_weights(model: nn.Module) -> list[Any]:
+    """Return the tensors whose gradients a backward through fast weights adds to: mostly the model's own parameters, which are
+    not in the model during ``torch.func.functional_call``.
+
+    Gradients of a trace were left in them, and the first step trained on these.
+    """
+    left = [each.grad_fn for each in model.parameters() if each.grad_fn is not None]
+    seen: set[Any] = set(left)
+    leaves: dict[int, Any] = {}
+    while left:
+        node = left.pop()
+        leaf = getattr(node, "variable", None)  # only nodes that add to a gradient have it
+        if isinstance(leaf, torch.Tensor):
+            leaves[id(leaf)] = leaf
+        following = {each for each, _ in node.next_functions if each is not None} - seen
+        seen |= following
+        left.extend(following)
+    return list(leaves.values())
 
 
 def _hooks_of(parameter: torch.Tensor) -> dict[int, Any] | None:
