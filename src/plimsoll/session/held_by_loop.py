@@ -154,7 +154,7 @@ class HeldByLoop:
         fast_bytes = self._bytes_beside(made, counted)
         visible_bytes = self._bytes_beside([*made, *carried], counted) - fast_bytes
         was_visible_bytes, self._fast_bytes = self.bytes - self._fast_bytes, fast_bytes
-        # Fast weights are no record, even if a loop exchanges more of them from step to step.
+        # Fast weights are not a record, even if a loop exchanges more of them from step to step.
         self.bytes = fast_bytes + self._without_records(max(0, visible_bytes - self._record_bytes), was_visible_bytes)
         self.state_bytes = state_bytes_of(self._model, self.carried.optimizers(self._device, (args, kwargs)))
 
