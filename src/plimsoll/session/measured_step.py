@@ -6,7 +6,6 @@ only one can run at a time. A user's own profiler always has precedence, and a s
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +16,7 @@ from plimsoll.artifacts.plan import Plan
 from plimsoll.session.account import planned_state_bytes, predicted_before_optimizer
 from plimsoll.session.carried import Carried
 from plimsoll.session.messages import warn
-from plimsoll.session.optimizer_watch import OptimizerWatch, _state_bytes, optimizer_in_view, own_parameters
+from plimsoll.session.optimizer_watch import OptimizerWatch, _state_bytes, displaced_bytes, optimizer_in_view
 from plimsoll.tracing.ddp import bucket_bytes, has_rebuilt_buckets
 from plimsoll.tracing.fsdp2 import Gathered, every_gradient, every_parameter
 from plimsoll.tracing.local_tensors import beside_weights, gradient_of
@@ -48,14 +47,14 @@ class MeasuredStep:
     ) -> None:
         parameters = every_parameter(model)
         self._device = parameters[0].device
-        # A strong reference would keep fast weights alive until the step after this one begins.
-        self._versions = [(weakref.ref(each), each._version) for each in parameters]
+        # Fast weights, which are not parameters, would be kept alive until the step after this one begins.
+        self._versions = [(each, each._version) for each in parameters if isinstance(each, nn.Parameter)]
         held = held_tensors(model, args, kwargs)
         held += [] if carried is None else carried.found(self._device, (args, kwargs))
         self._model = model
         self._bucket_bytes, self._has_rebuilt_before = bucket_bytes(model), has_rebuilt_buckets(model)
         self._replaced_bytes = 0
-        self.static_bytes = storage_bytes(held, self._device) + self._bucket_bytes
+        self.static_bytes = storage_bytes(held, self._device) + self._bucket_bytes + displaced_bytes(model)
         self.has_failed = False
         self.has_trained = False
         """Set by the owner if a backward has run. Otherwise `end` looks for gradients or for parameters that were written."""
@@ -139,8 +138,7 @@ class MeasuredStep:
 
     def _has_trained(self) -> bool:
         """True if gradients exist, or if parameters were written since the step began (an optimizer has stepped)."""
-        living = [(each, version) for known, version in self._versions if (each := known()) is not None]
-        return any(gradient_of(each) is not None or each._version != version for each, version in living)
+        return any(gradient_of(each) is not None or each._version != version for each, version in self._versions)
 
 
 def held_tensors(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
@@ -150,7 +148,6 @@ def held_tensors(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     gathered = (tensor for _, tensor in Gathered(model).tensors())
     beside = (holder[key] for _, holder, key in beside_weights(model))
     held = (
-        *own_parameters(model),
         *every_parameter(model),
         *held_by_deepspeed(model),
         *beside,

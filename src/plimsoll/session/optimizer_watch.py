@@ -12,10 +12,11 @@ import sys
 import weakref
 from collections.abc import Callable, Container, Iterable
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -23,9 +24,11 @@ from plimsoll.artifacts.plan import Plan
 from plimsoll.session.account import planned_state_bytes
 from plimsoll.tracing.ddp import inner_module
 from plimsoll.tracing.fsdp2 import every_parameter
+from plimsoll.tracing.local_tensors import dense_parts
 from plimsoll.tracing.meters.memory import (
     instances_of,
     storage_bytes,
+    storage_of,
 )
 from plimsoll.tracing.recorder.calling import output_tensors
 from plimsoll.tracing.zero import optimizer_inside
@@ -33,13 +36,24 @@ from plimsoll.tracing.zero import optimizer_inside
 _SEEN: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Optimizer]] = weakref.WeakKeyDictionary()
 """The optimizer that `optimizer_in_view` found for each model."""
 
-_PARAMETERS: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[nn.Parameter]]] = weakref.WeakKeyDictionary()
-"""The parameters that `own_parameters` found for each model when it held no fast weights."""
+_PARAMETERS: weakref.WeakKeyDictionary[nn.Module, list[_Known]] = weakref.WeakKeyDictionary()
+"""The parameters that each model had when it was looked at last and held no fast weights."""
 
 _ABANDONED: list[Any] = []
 """Hooks of watches that were garbage-collected. They do nothing, and are removed when the next watch is made. They cannot be
 removed at once, because torch may be iterating over its hooks at the moment when a watch is collected.
 """
+
+
+class _Known(NamedTuple):
+    """A parameter, as data. Neither reference keeps it alive. A weak reference to the tensor itself would make
+    ``torch.utils.swap_tensors`` fail.
+    """
+
+    id: int
+    storage: int
+    reference: StorageWeakRef
+    bytes: int
 
 
 def _weakly(method: Callable[..., None]) -> Callable[..., None]:
@@ -211,8 +225,8 @@ def optimized_parameters(model: nn.Module) -> frozenset[int]:
     """Return the ``id`` of the parameters of a model that optimizers may hold. Fast weights are not among them: the state of an
     optimizer that trained a MAML loop was not counted.
     """
-    others = frozenset(map(id, fast_weights(model)))
-    return frozenset(map(id, [*every_parameter(model), *own_parameters(model)])) - others
+    own, fast = _own_parameters(model), frozenset(map(id, fast_weights(model)))
+    return frozenset([*map(id, every_parameter(model)), *(known.id for known in own)]) - fast
 
 
 def fast_weights(model: nn.Module) -> list[torch.Tensor]:
@@ -220,15 +234,23 @@ def fast_weights(model: nn.Module) -> list[torch.Tensor]:
     return [each for each in model.parameters() if not isinstance(each, nn.Parameter)]
 
 
-def own_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters of a model. While fast weights are in their places, return those that were found before, which
-    still exist and take memory.
-    """
+def displaced_bytes(model: nn.Module) -> int:
+    """Return the bytes of a model's parameters that still exist although fast weights are in their places."""
+    in_place = {storage_of(part) for each in model.parameters() for part in dense_parts(each)}
+    own = {known.storage: known.bytes for known in _own_parameters(model) if not known.reference.expired()}
+    return sum(size for storage, size in own.items() if storage not in in_place)
+
+
+def _own_parameters(model: nn.Module) -> list[_Known]:
+    """Return the parameters of a model. While fast weights are in their places, return those that were found before."""
     found = list(model.parameters())
     if model not in _PARAMETERS or all(isinstance(each, nn.Parameter) for each in found):
-        _PARAMETERS[model] = list(map(weakref.ref, found))
-        return found
-    return [each for known in _PARAMETERS[model] if (each := known()) is not None]
+        _PARAMETERS[model] = [
+            _Known(id(each), storage_of(part), StorageWeakRef(part.untyped_storage()), part.untyped_storage().nbytes())
+            for each in found
+            for part in dense_parts(each)
+        ]
+    return _PARAMETERS[model]
 
 
 def state_bytes_of(model: nn.Module, optimizers: Iterable[Optimizer]) -> int:
