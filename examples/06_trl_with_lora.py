@@ -1,9 +1,6 @@
-"""One line keeps TRL's supervised fine-tuning with LoRA under a budget: a small Llama learns Python's own argparse module.
+"""One line keeps TRL's fine-tuning with LoRA under a budget: a small Llama learns Python's own argparse module, on a CPU.
 
-Runs on a CPU in less than a minute. TRL switches activation checkpointing on by itself; the budget takes that over.
-
-After the first step one line says what the budget costs: the peak goes from 39.7 to 37.0 MiB, and 3 of 4 blocks recompute. Most
-of the peak is TRL's own chunk of logits (31.8 MiB), which a plan for the blocks does not change.
+The line that it prints: 39.7 to 37.0 MiB, 3 of 4 blocks recompute. TRL's chunk of logits (31.8 MiB) stays as it is.
 """
 
 from __future__ import annotations
