@@ -59,7 +59,7 @@ def under_torch(budget: float) -> tuple[int, int]:
 
 
 def under_plan(share: float) -> tuple[int, int, str]:
-    """Count under a plan whose budget lies at ``share`` of the way from the floor to the unmanaged peak; and say its peak."""
+    """Count under a plan whose budget is the floor plus ``share`` of the way to the unmanaged peak. Say its peak."""
     import plimsoll
 
     torch.manual_seed(0)

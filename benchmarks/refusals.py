@@ -3,8 +3,8 @@
     PYTHONPATH=src python -m benchmarks.refusals > page.md
     PYTHONPATH=src python -m benchmarks.refusals --only "llama: two losses"
 
-Each loop begins with a budget that no plan can meet. A refusal names a budget, with which the loop is started again, until it
-trains. Then smaller budgets are tried, 1.5% apart, to find out how far the named one lies above the lowest that trains.
+Each loop begins with a budget that no plan can meet. A refusal names a budget, and the loop is started again under it, until it
+trains. Then smaller budgets are tried, 1.5% apart, to find the lowest one that trains.
 
 A budget *trains* if no step of twelve is refused. Peaks are counted from outside, at the allocator.
 """
@@ -156,6 +156,11 @@ class Family:
         output = model(batch)
         return output if isinstance(output, torch.Tensor) else output.logits
 
+    def loss_at(self, model: nn.Module, seed: int) -> torch.Tensor:
+        """The loss of one batch."""
+        batch = self.batch(seed, self.rows)
+        return self.loss(self.logits(model, batch), batch)
+
 
 FAMILIES = {
     "llama": Family(_llama, _words, _next_word, 8, ("q_proj", "v_proj")),
@@ -168,114 +173,91 @@ FAMILIES = {
 # Loops
 
 
-def _adamw(model: nn.Module) -> torch.optim.AdamW:
-    return torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-4)
-
-
-def _outside(family: Family) -> Loop:
-    model = family.make()
-    optimizer = _adamw(model)
+def _loop(model: nn.Module, backward: Callable[[int], None], optimizer: torch.optim.Optimizer | None = None) -> Loop:
+    """Return a loop whose steps run ``backward`` with a seed, and then the optimizer (AdamW by default)."""
+    trained = [each for each in model.parameters() if each.requires_grad]
+    optimizer = optimizer or torch.optim.AdamW(trained, lr=1e-4)
 
     def step(seed: int) -> None:
-        batch = family.batch(seed, family.rows)
-        family.loss(family.logits(model, batch), batch).backward()
+        backward(seed)
         optimizer.step()
         optimizer.zero_grad()
 
     return Loop(model, step)
+
+
+def _outside(family: Family) -> Loop:
+    model = family.make()
+    return _loop(model, lambda seed: family.loss_at(model, seed).backward())
 
 
 def _summed(family: Family) -> Loop:
     """Two losses of one output: the usual one, and one that reads all of it in float64."""
     model = family.make()
-    optimizer = _adamw(model)
 
-    def step(seed: int) -> None:
+    def backward(seed: int) -> None:
         batch = family.batch(seed, family.rows)
         logits = family.logits(model, batch)
         (family.loss(logits, batch) + 1e-4 * logits.double().logsumexp(-1).square().mean()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
-    return Loop(model, step)
+    return _loop(model, backward)
 
 
 def _accumulated(family: Family, micro_batches: int) -> Loop:
     model = family.make()
-    optimizer = _adamw(model)
 
-    def step(seed: int) -> None:
+    def backward(seed: int) -> None:
         for micro_batch in range(micro_batches):
-            batch = family.batch(micro_batches * seed + micro_batch, family.rows)
-            (family.loss(family.logits(model, batch), batch) / micro_batches).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+            (family.loss_at(model, micro_batches * seed + micro_batch) / micro_batches).backward()
 
-    return Loop(model, step)
+    return _loop(model, backward)
 
 
 def _autocast(family: Family) -> Loop:
     model = family.make()
-    optimizer = _adamw(model)
 
-    def step(seed: int) -> None:
+    def backward(seed: int) -> None:
         batch = family.batch(seed, family.rows)
         with torch.autocast("cpu", torch.bfloat16):
             loss = family.loss(family.logits(model, batch).float(), batch)
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
 
-    return Loop(model, step)
+    return _loop(model, backward)
 
 
 def _contrasted(family: Family) -> Loop:
     """Two forwards, one backward."""
     model = family.make()
-    optimizer = _adamw(model)
 
-    def step(seed: int) -> None:
+    def backward(seed: int) -> None:
         one, other = (family.logits(model, family.batch(2 * seed + k, family.rows)).flatten(1) for k in range(2))
         F.cosine_embedding_loss(one, other, torch.ones(len(one))).backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
-    return Loop(model, step)
+    return _loop(model, backward)
 
 
 def _adapted(family: Family) -> Loop:
     config = peft.LoraConfig(r=8, target_modules=list(family.adapted))
     model = peft.get_peft_model(family.make(), config)  # type: ignore[arg-type]  # plain modules work too
-    optimizer = _adamw(model)
-
-    def step(seed: int) -> None:
-        batch = family.batch(seed, family.rows)
-        family.loss(family.logits(model, batch), batch).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return Loop(model, step)
+    return _loop(model, lambda seed: family.loss_at(model, seed).backward())
 
 
 def _preferred(family: Family) -> Loop:
     """As DPO trains: both answers in one batch, and a frozen second model as reference."""
     model, reference = family.make(), family.make().requires_grad_(requires_grad=False).eval()
-    optimizer = _adamw(model)
 
     def scores(scorer: nn.Module, batch: torch.Tensor) -> torch.Tensor:
         return family.logits(scorer, batch).log_softmax(-1).flatten(1).amax(1)
 
-    def step(seed: int) -> None:
+    def backward(seed: int) -> None:
         batch = family.batch(seed, family.rows)
         with torch.no_grad():
             expected = scores(reference, batch)
         chosen, rejected = (scores(model, batch) - expected).chunk(2)
         (-F.logsigmoid(0.1 * (chosen - rejected)).mean()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
-    return Loop(model, step)
+    return _loop(model, backward)
 
 
 def _momentum(family: Family) -> Loop:
@@ -283,12 +265,10 @@ def _momentum(family: Family) -> Loop:
     model = family.make()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
     averages = [each.detach().clone() for each in model.parameters()]
+    train = _loop(model, lambda seed: family.loss_at(model, seed).backward(), optimizer).step
 
     def step(seed: int) -> None:
-        batch = family.batch(seed, family.rows)
-        family.loss(family.logits(model, batch), batch).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        train(seed)
         torch._foreach_lerp_(averages, [each.detach() for each in model.parameters()], 0.01)
 
     return Loop(model, step)
@@ -297,23 +277,19 @@ def _momentum(family: Family) -> Loop:
 def _sharpness(family: Family) -> Loop:
     """As SAM trains: a second pass at perturbed weights."""
     model = family.make()
-    optimizer = _adamw(model)
     parameters = list(model.parameters())
 
-    def step(seed: int) -> None:
-        batch = family.batch(seed, family.rows)
-        family.loss(family.logits(model, batch), batch).backward()
+    def backward(seed: int) -> None:
+        family.loss_at(model, seed).backward()
         changes = [0.05 * each.grad / (each.grad.norm() + 1e-6) for each in parameters if each.grad is not None]
         with torch.no_grad():
             torch._foreach_add_(parameters, changes)
-        optimizer.zero_grad()
-        family.loss(family.logits(model, batch), batch).backward()
+        model.zero_grad()
+        family.loss_at(model, seed).backward()
         with torch.no_grad():
             torch._foreach_sub_(list(parameters), changes)
-        optimizer.step()
-        optimizer.zero_grad()
 
-    return Loop(model, step)
+    return _loop(model, backward)
 
 
 LOOPS: dict[str, Callable[[Family], Loop]] = {

@@ -13,7 +13,7 @@ import torch
 import plimsoll
 
 SHARE = 0.1
-"""Budgets lie at this share of the way from the floor to the unmanaged peak."""
+"""A budget is the floor plus this share of the way to the unmanaged peak."""
 Built = tuple[torch.nn.Module, dict[str, Any]]
 
 

@@ -1,6 +1,6 @@
 """One line keeps TRL's fine-tuning with LoRA under a budget: a small Llama learns Python's own argparse module, on a CPU.
 
-The line that it prints: 39.7 to 37.0 MiB, 3 of 4 blocks recompute. TRL's chunk of logits (31.8 MiB) stays as it is.
+The line that it prints: 39.7 to 37.0 MiB, 3 of 4 blocks recompute. Plans do not change TRL's chunk of logits (31.8 MiB).
 """
 
 from __future__ import annotations

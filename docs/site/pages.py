@@ -1,5 +1,5 @@
 """What mkdocs adds to the pages: the reference, made from the code itself, the notebook, and the results, examples and pages
-beside docs/.
+outside of docs/.
 
 mkdocs calls the functions that begin with ``on_`` (its hooks); nothing is fetched, and nothing is written outside the site.
 """

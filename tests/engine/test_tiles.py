@@ -329,9 +329,9 @@ def test_a_trace_may_run_only_the_first_tiles_and_has_the_memory_of_all():
     # Given a model whose weights are narrow, so that sums of gradients appear after the first tile
     x = torch.randn(2, ROWS, 16, dtype=torch.bfloat16, requires_grad=True)
 
-    def peak(most_tiles):
+    def peak(only_first):
         model = Model(Inner()).bfloat16()
-        with in_tiles(model, [tile(8)], most_tiles=most_tiles):
+        with in_tiles(model, [tile(8)], only_first=only_first):
             return max_alive_bytes(trace(model, x, loss=lambda out: out.square().sum(), device_name="H100-SXM"))
 
     # When the step is traced with all eight tiles, and with two

@@ -81,7 +81,7 @@ def test_the_result_survives_its_file_and_can_be_shown(found):
 def test_a_sample_batch_is_cut_and_repeated_along_its_tokens(found):
     # When a sample batch is given instead of a function
     other = longest_sequence(make_model(), batch_of(1, 4096), budget=BUDGET)
-    # Then the lengths are those of the function
+    # Then the lengths are the same as with the function
     assert [row.tokens for row in other.rows] == [row.tokens for row in found.rows]
 
 

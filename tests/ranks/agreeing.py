@@ -249,7 +249,7 @@ def accumulated(free: Plan) -> Outcome:
 
 
 def attach_floor() -> Outcome:
-    """Rank 1's budget cannot be met: both stop once the loop's own step was measured, and the model is nobody's."""
+    """Rank 1's budget cannot be met: both stop once the loop's own step was measured, and leave the models unmanaged."""
     model = blocks()
     handle = plimsoll.attach(model, mine("1GiB", "20KiB"))
 

@@ -154,7 +154,7 @@ def test_every_cost_key_of_a_real_step_has_seconds():
 
 
 class Spacious(WorkspaceMeter):
-    """Says that each op has a workspace of so many bytes."""
+    """Says that each op has a workspace of ``workspace_bytes``."""
 
     def __init__(self, workspace_bytes: int) -> None:
         super().__init__()

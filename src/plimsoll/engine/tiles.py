@@ -40,10 +40,10 @@ class TiledForward(ReplacedForward):
     Calls without gradients, calls under ``torch.func`` and calls inside of torch.compile run as a whole.
     """
 
-    def __init__(self, module: nn.Module, tile: Tile, most_tiles: int | None = None) -> None:
+    def __init__(self, module: nn.Module, tile: Tile, only_first: int | None = None) -> None:
         super().__init__(module)
         self._tile = tile
-        self._most_tiles = most_tiles
+        self._only_first = only_first
         self._bare = _Bare(module, self._original)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -73,7 +73,7 @@ class TiledForward(ReplacedForward):
         if len(sizes) != 1 or len([dim for dim in dims if dim is not None]) != len(self._tile.inputs):
             return None
         rows = sizes.pop()
-        return _Call(self._bare, self._tile, leaves, spec, dims, rows, self._most_tiles) if rows > 1 else None
+        return _Call(self._bare, self._tile, leaves, spec, dims, rows, self._only_first) if rows > 1 else None
 
 
 class _Bare(nn.Module):
@@ -99,7 +99,7 @@ class _Call:
         spec: TreeSpec,
         dims: list[int | None],
         rows: int,
-        most_tiles: int | None,
+        only_first: int | None,
     ) -> None:
         self._bare, self._tile, self._spec = bare, tile, spec
         self._places = [at for at, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
@@ -111,7 +111,7 @@ class _Call:
         self.tensors: list[torch.Tensor] = [*(leaves[at] for at in self._places), *weights.values()]
         step = -(-rows // self._tile.count)
         self.rows = rows
-        self.parts = [(start, min(step, rows - start)) for start in range(0, rows, step)][:most_tiles]
+        self.parts = [(start, min(step, rows - start)) for start in range(0, rows, step)][:only_first]
         self.device = device = self.tensors[0].device
         self._training = [(module, module.training) for module in bare.module.modules()]
         self._autocast = (torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type))
@@ -332,10 +332,10 @@ class _Sums:
 class Tiles:
     """All tiled calls of a plan on a model. ``install`` puts them in place, ``remove`` takes them out."""
 
-    def __init__(self, model: nn.Module, tiles: Collection[Tile], *, most_tiles: int | None = None) -> None:
+    def __init__(self, model: nn.Module, tiles: Collection[Tile], *, only_first: int | None = None) -> None:
         """Check that the model has the modules and that they are not tiled already. Nothing changes yet.
 
-        With ``most_tiles`` each call runs only that many of its tiles. This is for traces with fake tensors: all tiles after
+        With ``only_first`` each call runs only that many of its tiles. This is for traces with fake tensors: all tiles after
         the second need the same memory, and a trace of two is much shorter. Results and seconds are then wrong.
 
         Raises:
@@ -351,7 +351,7 @@ class Tiles:
                     why="a plan names the modules of the model that it was made for, and only one plan can run a module",
                     next="call plimsoll.plan for this model" if module is None else "call remove() on the first handle",
                 )
-        self._forwards = [TiledForward(modules[tile.path], tile, most_tiles) for tile in tiles]
+        self._forwards = [TiledForward(modules[tile.path], tile, only_first) for tile in tiles]
 
     def install(self) -> None:
         for forward in self._forwards:
@@ -363,9 +363,9 @@ class Tiles:
 
 
 @contextlib.contextmanager
-def in_tiles(model: nn.Module, tiles: Collection[Tile], *, most_tiles: int | None = None) -> Iterator[None]:
-    """Return a context manager. Inside, the model's calls run in these tiles, or only in the first ``most_tiles`` of them."""
-    placed = Tiles(model, tiles, most_tiles=most_tiles)
+def in_tiles(model: nn.Module, tiles: Collection[Tile], *, only_first: int | None = None) -> Iterator[None]:
+    """Return a context manager. Inside, the model's calls run in these tiles, or only in the first ``only_first`` of them."""
+    placed = Tiles(model, tiles, only_first=only_first)
     placed.install()
     try:
         yield

@@ -108,8 +108,8 @@ def longest_sequence(
         batch: samples per step (1 by default). For a model: a sample batch whose token dimension can be cut and repeated, or a
             function ``(samples, tokens) -> batch``. A target function brings its own sample batch.
         device: a name from the catalogue of devices.
-        budget: bytes for the tensors of one rank, or ``"auto"``, as for ``plimsoll.estimate``. Without it, all memory of the
-            device counts, with what the framework and the allocator need.
+        budget: bytes for the tensors of one rank, or ``"auto"``, as for ``plimsoll.estimate``. Without it, a step
+            must fit the device together with the memory of the framework and the allocator.
         precision: as for ``plimsoll.estimate``.
         optimizer: as for ``plimsoll.estimate``.
         has_master_weights: as for ``plimsoll.estimate``.
@@ -134,8 +134,8 @@ def longest_sequence(
         >>> found.rows[0].tokens < found.rows[1].tokens <= found.longest
         True
 
-    Known weakness: tiles are traced with their memory only, so the result has no seconds. For attention that a kernel of its
-    own computes, its ``attention`` says which kernel is assumed.
+    Known weakness: tiles are traced with their memory only, so the result does not have seconds. If one kernel computes the
+    attention, ``attention`` names the kernel that is assumed.
     """
     started = time.monotonic()
     report = progress or silent

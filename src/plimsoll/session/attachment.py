@@ -1295,10 +1295,14 @@ class Attachment(ShowsFigures, RemovedAtEnd):
             warn("this training call is traced with torch's profiler; your profiler does not record the call")
         self._steps.drop()
         try:
-            # A loop may collect losses of blocks in a global list. It must not find losses of traced steps there.
-            kept = globals_kept(self.model.modules())
-            watches_away = self._steps.looking_away(), self._context.looking_away()
-            with self._source.away(), watches_away[0], watches_away[1], self._work.paused(), kept:
+            with (
+                self._source.away(),
+                self._steps.looking_away(),
+                self._context.looking_away(),
+                self._work.paused(),
+                # A loop may collect losses of blocks in a global list. It must not find losses of traced steps there.
+                globals_kept(self.model.modules()),
+            ):
                 yield
         except InvalidBatch as error:
             own = error.__cause__

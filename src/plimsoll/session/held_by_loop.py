@@ -82,7 +82,8 @@ class HeldByLoop:
             return
         if not self._levels:
             # Plans and the first measurement count the fast weights of this step. Those of later steps are other tensors.
-            self.bytes = self._fast_bytes = self._bytes_beside(self._of_fast_weights(), ())
+            fast = fast_weights(self._model)
+            self.bytes = self._fast_bytes = storage_bytes(self._with_saved(fast), self._device)
             self.carried.note_before(self._device)
         if accumulates not in self._levels:
             self._levels[accumulates] = [self._first_level(reading, accumulates=accumulates)]
@@ -147,9 +148,9 @@ class HeldByLoop:
                 levels[:] = [each._replace(reading=each.reading + added_bytes) for each in levels]
 
     def _look(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        made = self._of_fast_weights()
-        fast = frozenset(map(id, fast_weights(self._model)))
-        counted = [each for each in held_tensors(self._model, args, kwargs) if id(each) not in fast]
+        fast = fast_weights(self._model)
+        made, places = self._with_saved(fast), frozenset(map(id, fast))
+        counted = [each for each in held_tensors(self._model, args, kwargs) if id(each) not in places]
         carried = self.carried.found(self._device, (args, kwargs))
         fast_bytes = self._bytes_beside(made, counted)
         visible_bytes = self._bytes_beside([*made, *carried], counted) - fast_bytes
@@ -158,9 +159,8 @@ class HeldByLoop:
         self.bytes = fast_bytes + self._without_records(max(0, visible_bytes - self._record_bytes), was_visible_bytes)
         self.state_bytes = state_bytes_of(self._model, self.carried.optimizers(self._device, (args, kwargs)))
 
-    def _of_fast_weights(self) -> list[torch.Tensor]:
-        """Return the tensors in the places of parameters, and what the graphs that made them have saved."""
-        fast = fast_weights(self._model)
+    def _with_saved(self, fast: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Return fast weights together with the tensors that the graphs of fast weights have saved."""
         return [*fast, *live_saved_tensors(self._device.type, fast)]
 
     def _bytes_beside(self, tensors: Sequence[torch.Tensor], counted: Sequence[torch.Tensor]) -> int:

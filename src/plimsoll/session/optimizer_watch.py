@@ -46,7 +46,7 @@ removed at once, because torch may be iterating over its hooks at the moment whe
 
 
 class _Known(NamedTuple):
-    """A parameter, as data. Neither reference keeps it alive. A weak reference to the tensor itself would make
+    """A parameter, as data: the ``id`` of the tensor, and its storage. A weak reference to the tensor itself would make
     ``torch.utils.swap_tensors`` fail.
     """
 
@@ -236,6 +236,8 @@ def fast_weights(model: nn.Module) -> list[torch.Tensor]:
 
 def displaced_bytes(model: nn.Module) -> int:
     """Return the bytes of a model's parameters that still exist although fast weights are in their places."""
+    if not fast_weights(model):
+        return 0
     in_place = {storage_of(part) for each in model.parameters() for part in dense_parts(each)}
     own = {known.storage: known.bytes for known in _own_parameters(model) if not known.reference.expired()}
     return sum(size for storage, size in own.items() if storage not in in_place)

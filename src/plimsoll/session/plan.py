@@ -27,7 +27,7 @@ from plimsoll.session.retry import AppliedPlan, can_retry
 from plimsoll.session.step_context import ContextWatch
 from plimsoll.session.step_planner import StepPlanner, eager_planner
 from plimsoll.session.task import TrainingTask, check_module
-from plimsoll.session.tiling import name_tiles, with_best_tiles, with_most_tiles
+from plimsoll.session.tiling import name_tiles, with_best_tiles, with_more_tiles
 from plimsoll.tracing.ddp import inner_module
 from plimsoll.tracing.recorder.calling import Loss
 from plimsoll.units import check_count
@@ -150,10 +150,10 @@ def plan(
             except BudgetBelowFloor as refusal:
                 if agreement.size == 1 and is_auto and not options.may_tile:
                     name_tiles(refusal, planner, task)
-                most = with_most_tiles(planner, whole, task, planner_with)
-                if most is None:
+                more = with_more_tiles(planner, whole, task, planner_with)
+                if more is None:
                     raise
-                made = most.plan(strategy, step, solving)
+                made = more.plan(strategy, step, solving)
         agreement.same_plan(made)
         report("done", 1.0)
         return made

@@ -104,8 +104,8 @@ class ContextWatch:
             self._say(
                 "mode",
                 f"{name} is in evaluation mode and was called with gradients enabled: no plan is made for this call",
-                "plimsoll.attach plans for training calls only. So the call runs under the last plan, or holds all its "
-                "activations if there is none",
+                "plimsoll.attach plans for training calls only. The call runs under the last plan, and before the first plan "
+                "it holds all its activations",
                 "call model.train() before training, or evaluate under torch.no_grad()",
             )
             return

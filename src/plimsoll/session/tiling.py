@@ -2,9 +2,9 @@
 
 One number decides about all calls: the *tile bytes*. Each row-wise call gets as many tiles as it needs so that one tile makes
 about that many bytes, so calls that make less are not cut at all. The candidates are the largest call's bytes divided by 2, 4,
-…, 64, but at least half a MiB. The step is traced anew with each candidate's tiles. So the
-tiled step itself shows its memory, its recomputation and the speed of short tiles. The other decisions (keep, recompute,
-compress, offload) are made for it as for any step.
+…, 64, but at least half a MiB. The step is traced anew with each candidate's tiles. So the tiled step itself shows its memory,
+its recomputation and the speed of short tiles. The other decisions (keep, recompute, compress, offload) are made for it as for
+any step.
 
 The smallest number of tiles that fits the budget comes first. More tiles are tried as long as they give a faster plan: they
 take longer themselves, but leave more memory to keep other values.
@@ -45,7 +45,7 @@ def find_tileable(task: TrainingTask, options: PlanOptions) -> tuple[RowwiseCall
 
 
 def worth_tiling(found: Mapping[str, RowwiseCall]) -> tuple[RowwiseCall, ...]:
-    """Return those of the row-wise calls that need less memory in tiles. ``found`` maps their module paths to them."""
+    """Return the row-wise calls that need less memory in tiles. ``found`` has all row-wise calls by module path."""
     return tuple(call for call in found.values() if call.inner_bytes > _LEAST_GAIN * call.outer_bytes)
 
 
@@ -61,7 +61,7 @@ def most_tiles(calls: Iterable[RowwiseCall]) -> tuple[Tile, ...]:
     """
     calls = list(calls)
     tile_bytes = max((call.inner_bytes for call in calls), default=0) // MOST_TILES
-    return tuple(tile for call in calls for tile in _tiles_of(call, tile_bytes)) if tile_bytes else ()
+    return _tiles(calls, tile_bytes) if tile_bytes else ()
 
 
 def candidates(calls: Iterable[RowwiseCall]) -> list[tuple[Tile, ...]]:
@@ -77,9 +77,14 @@ def candidates(calls: Iterable[RowwiseCall]) -> list[tuple[Tile, ...]]:
     tile_bytes = max((call.inner_bytes for call in calls), default=0) // 2
     sets: list[tuple[Tile, ...]] = []
     while len(sets) < _MOST_SETS and tile_bytes >= _LEAST_TILE_BYTES:
-        sets.append(tuple(tile for call in calls for tile in _tiles_of(call, tile_bytes)))
+        sets.append(_tiles(calls, tile_bytes))
         tile_bytes //= 2
     return sets
+
+
+def _tiles(calls: Iterable[RowwiseCall], tile_bytes: int) -> tuple[Tile, ...]:
+    """Return the tiles of the calls that make more than ``tile_bytes``."""
+    return tuple(tile for call in calls for tile in _tiles_of(call, tile_bytes))
 
 
 def _tiles_of(call: RowwiseCall, tile_bytes: int) -> Iterable[Tile]:
@@ -120,10 +125,11 @@ def with_best_tiles(
         return whole
 
 
-def with_most_tiles(
+def with_more_tiles(
     refused: StepPlanner, whole: StepPlanner, task: TrainingTask, planner_of: Callable[[PlanOptions], StepPlanner]
 ) -> StepPlanner | None:
-    """Return the planner of the step in the most tiles, or ``None`` if ``refused`` is that planner, or has no tiles.
+    """Return the planner of the step in the most tiles of the ``candidates``. Return ``None`` if ``refused`` is the planner of
+    that step already, or of the step without tiles.
 
     Sets of tiles are chosen by predicted peaks. If the chosen set was measured to need more than the budget, the step in more
     tiles may fit: a budget that a refusal had named was refused by 0.1%.

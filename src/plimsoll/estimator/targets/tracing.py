@@ -169,7 +169,7 @@ def _in_tiles(target: Target, device_name: str) -> Iterator[None]:
     from plimsoll.tracing.rows import find_rowwise_calls
 
     calls = worth_tiling(find_rowwise_calls(target.model, target.batch, device_name=device_name))
-    with in_tiles(target.model, most_tiles(calls), most_tiles=_TRACED_TILES):
+    with in_tiles(target.model, most_tiles(calls), only_first=_TRACED_TILES):
         yield
 
 

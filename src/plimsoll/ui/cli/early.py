@@ -36,7 +36,7 @@ _BESIDE_LONGEST: Mapping[str, Mapping[str, Any]] = {
     "fit": {"seq": [], "global_batch": None, "accumulation": 1, "most_batch": 1024, "regions": [], "solves": 16}
     | {"save_plan": None, "device": "cpu"},
 }
-"""For each command with ``--longest-sequence``, the options without an effect beside it, and their defaults."""
+"""For each command with ``--longest-sequence``, the options that then have no effect, and their defaults."""
 _KINDS = ("cpu", "cuda", "mps", "xpu", "hpu", "npu", "mtia", "xla", "privateuseone")
 """The kinds of devices that torch or a library for it can build a model on."""
 _HOST = "cpu"

@@ -69,13 +69,18 @@ def view_plan(plan: Plan) -> Document:
             label=f"{plan.strategy}, {format_budget(plan.budget_bytes, 'no budget')}",
             origins={"costs": f"{plan.cost_source} on {plan.cost_device}"},
         ),
-        lines=[*plan.limits, _lead(plan), *([plan.status.advice] if _has_bound(plan) else [])]
-        if plan.status.is_usable
-        else [plan.status.advice],
+        lines=_lines(plan),
         statement=_statement(plan),
         sections=sections,
         notes=plan.notes,
     )
+
+
+def _lines(plan: Plan) -> list[str]:
+    if not plan.status.is_usable:
+        return [plan.status.advice]
+    advice = [plan.status.advice] if _has_bound(plan) else []  # it speaks of the bound
+    return [*plan.limits, _lead(plan), *advice]
 
 
 def _lead(plan: Plan) -> str:
