@@ -455,6 +455,13 @@ def test_a_step_that_grows_without_a_larger_batch_is_named_and_planned_for_under
     assert any("more than the budget" in text for _, text in found.said)
 
 
+@pytest.mark.parametrize("kind", ["padding", "samples"])
+def test_activations_that_grow_inside_a_batch_are_no_reason_to_name_a_floor_that_is_too_high(kind: str):
+    run = Run(loop_of(kind), "attach", share=1.6)
+    assert run.over == [CHANGE]
+    assert not any("below the smallest reachable peak" in text for _, text in run.said)
+
+
 @pytest.mark.parametrize("loop", [Rows, Columns, SomeRows])
 def test_what_a_view_of_a_larger_batch_holds_is_subtracted_before_the_step_runs(loop: type[Loop]):
     expected, found = Run(loop(lambda: Stack(4, WIDTH))), Run(loop(lambda: Stack(4, WIDTH)), "attach", share=0.7)

@@ -649,7 +649,7 @@ class Attachment(ShowsFigures, RemovedAtEnd):
                 task,
                 budget=self._budget,
                 optimizer_is_optional=task.optimizer is not self._optimizer,
-                taken_bytes=self._room.account.total_bytes(),
+                taken_bytes=self._room.account.total_bytes() + self._steps.waiting_bytes,
             )
             report = part_of(self._progress, 0.0, 0.5) if self._traced is None else silent
             planner, error_scale = planned(options=self._options, progress=report)
@@ -892,6 +892,7 @@ class Attachment(ShowsFigures, RemovedAtEnd):
                 self._tracing,
                 company,
                 self._room,
+                lambda: self._steps.waiting_bytes,
                 accumulates=traced.accumulates,
                 may_refuse=self.agreement.size == 1,
             )
@@ -1055,7 +1056,7 @@ class Attachment(ShowsFigures, RemovedAtEnd):
                 f"up to {_MOST_TRACED_AGAIN} steps are traced to find one that runs as much; then plans are made for it"
             )
         elif self._shaped is not None and peak_bytes:
-            self._shaped.note_peak(peak_bytes)
+            self._shaped.note_peak(peak_bytes, self._steps.levels.forward_growth)
         if over_bytes <= 0:
             return
         if self._shaped is None and self.is_compiled:

@@ -110,6 +110,7 @@ class ShapePlans:
         tracing: Callable[[], contextlib.AbstractContextManager[None]],
         agreement: Agreement,
         room: PlanRoom,
+        waiting_bytes: Callable[[], int],
         *,
         accumulates: bool,
         may_refuse: bool,
@@ -122,6 +123,7 @@ class ShapePlans:
             tracing: a context that is entered around every trace.
             agreement: the ranks that trace together.
             room: the bytes that plans may take. Both the owner of this object and this class change its account.
+            waiting_bytes: returns the bytes that earlier forwards of the running step hold now, beside which a trace runs.
             accumulates: whether gradients existed when the first trace was made.
             may_refuse: whether a batch that fits under no plan is an error. With several ranks it is not, because a rank that
                 stops would leave the others waiting.
@@ -151,7 +153,11 @@ class ShapePlans:
         self._hopeless: dict[Shapes, tuple[int, BudgetBelowFloor]] = {}
         """Shapes that no plan fits: for each, the bytes that were not enough and the error that was raised."""
         self._may_refuse = may_refuse
-        self._room = room
+        self._inner_growth = 1.0
+        """How many times the predicted activations a step was measured to have. It is more than 1 if sizes inside the model
+        follow the data: a model that drops padding has larger activations for a batch of the same shape with less padding.
+        """
+        self._room, self._waiting_bytes = room, waiting_bytes
 
     def begin(self, shapes: Shapes, planner: StepPlanner, plan: Plan) -> None:
         """Begin the ladder (the plans to choose from) with the first step, which was traced and measured, and with the plan
@@ -229,7 +235,7 @@ class ShapePlans:
         is_known, known = self.knows(shapes), self._steps.get(_split(shapes)[0], _Steps())
         planner = self._planner
         assert planner is not None, "the first step was planned"
-        limit_bytes = self._room.bytes()
+        limit_bytes = self._room.bytes() - self._waiting_bytes()
         with self._stepping(task) as is_optional:
             traced = planner.traced(task, optimizer_is_optional=is_optional, limit_bytes=limit_bytes, is_timed=False)
         opened = _split(shapes)[1], self._options.opened(traced[0])
@@ -319,8 +325,17 @@ class ShapePlans:
         return max((f[plan] for f in fitting if plan in f), key=lambda entry: entry[1][1].before_optimizer_bytes)
 
     def _room_bytes(self, shapes: Shapes) -> int:
-        """Return the bytes that a plan may use at these shapes: the budget minus the account."""
-        return self._room.bytes(self._growth(shapes))
+        """Return the most bytes that a plan's prediction may have at these shapes, so that its step takes the budget minus the
+        account.
+        """
+        lasting_bytes = self._known_ladder(shapes).step.lasting_bytes
+        room_bytes = self._room.bytes(self._growth(shapes)) - lasting_bytes
+        return lasting_bytes + (int(room_bytes / self._inner_growth) if room_bytes > 0 else room_bytes)
+
+    def _grown_bytes(self, shapes: Shapes, predicted_bytes: int) -> int:
+        """Return the bytes that a step needs beyond a prediction because its activations are larger than predicted."""
+        activation_bytes = max(0, predicted_bytes - self._known_ladder(shapes).step.lasting_bytes)
+        return round((self._inner_growth - 1.0) * activation_bytes)
 
     def expected(self) -> tuple[int, int]:
         """Return two predictions for the step that a plan was last chosen for: the bytes that forward adds, and the peak
@@ -332,7 +347,7 @@ class ShapePlans:
             return 0, 0
         shapes, forecast = self._current
         unseen_bytes = self.measured_bytes(shapes) + self._room.account.held_by_loop
-        return forecast.forward_bytes, forecast.before_optimizer_bytes + unseen_bytes
+        return round(forecast.forward_bytes * self._inner_growth), forecast.before_optimizer_bytes + unseen_bytes
 
     def _unknown(self, shapes: Shapes, signature: Callable[[], str]) -> Plan:
         """Return the plan to use at shapes whose peak cannot be predicted: the plan with the lowest peak at the largest traced
@@ -382,17 +397,34 @@ class ShapePlans:
         try:
             return planner.solve(self._room.budget_bytes, excess_bytes=self._room.budget_bytes - room_bytes)
         except BudgetBelowFloor as error:
+            refused = error if self._inner_growth == 1.0 else self._refusal_when_grown(planner, shapes)
             # Keep a copy: the traceback of the original would keep the batch alive, one more for each refused step.
-            self._hopeless[shapes] = room_bytes, copy.copy(error)
-            raise
+            self._hopeless[shapes] = room_bytes, copy.copy(refused)
+            raise refused from None
+
+    def _refusal_when_grown(self, planner: StepPlanner, shapes: Shapes) -> BudgetBelowFloor:
+        """Return the error that names the lowest peak if activations are larger than predicted. The plan with the lowest peak
+        keeps the least, and so it grows the least.
+        """
+        lowest = planner.lowest()
+        unseen_bytes = self._room.account.total_bytes(self._growth(shapes))
+        unseen_bytes += self._grown_bytes(shapes, lowest.peak.bytes)
+        return planner.refusal(lowest, lowest.peak.bytes + unseen_bytes)
 
     def measured_bytes(self, shapes: Shapes) -> int:
-        """Return the bytes that a step of these shapes is expected to need in addition to the predicted peak."""
-        return self._room.account.measured_bytes(self._growth(shapes))
+        """Return the bytes that a step of these shapes is expected to need in addition to the predicted peak of its plan."""
+        measured_bytes = self._room.account.measured_bytes(self._growth(shapes))
+        if self._current is not None:
+            measured_bytes += self._grown_bytes(self._current[0], self._current[1].before_optimizer_bytes)
+        return measured_bytes
 
-    def note_peak(self, peak_bytes: int) -> None:
+    def note_peak(self, peak_bytes: int, forward_growth: float = 1.0) -> None:
         """Compare the measured peak of a step with the forecast of its plan, which was chosen last. The largest difference so
         far is added to later forecasts.
+
+        ``forward_growth`` is the bytes that forward has added, as a multiple of the prediction. If it is more than 1,
+        activations are larger than predicted, and so they are under other plans. A plan that keeps half as much then needs half
+        as many more. Only the rest of the difference is the same under each plan.
         """
         if self._current is None:
             return
@@ -403,6 +435,11 @@ class ShapePlans:
         shapes, forecast = self._current
         account = self._room.account
         unseen_bytes = peak_bytes - forecast.before_optimizer_bytes - account.held_by_loop - account.fixed_bytes
+        activation_bytes = forecast.before_optimizer_bytes - self._known_ladder(shapes).step.lasting_bytes
+        if activation_bytes > 0:
+            most_growth = 1.0 + max(0, unseen_bytes) / activation_bytes
+            self._inner_growth = max(self._inner_growth, min(forward_growth, most_growth))
+        unseen_bytes -= self._grown_bytes(shapes, forecast.before_optimizer_bytes)
         share_bytes = round(max(0, unseen_bytes) / self._growth(shapes))
         if share_bytes > account.outside_model:
             self._room.account = dataclasses.replace(account, outside_model=share_bytes)
@@ -423,6 +460,7 @@ class ShapePlans:
             return None
         room_bytes = lowest_bytes + (spare_bytes // 2 if spare_bytes > CLOSE * lowest_bytes else 0)
         free = self._room.account.withholding(0)
+        room_bytes += self._grown_bytes(shapes, room_bytes)
         withheld_bytes = self._room.budget_bytes - free.total_bytes(self._growth(shapes)) - room_bytes
         self._room.account = free.withholding(withheld_bytes)
         plan, forecast = self._cheapest(shapes)

@@ -9,6 +9,8 @@ Known weakness: if only temporaries of single operations grow, the peak may be h
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from plimsoll.tracing.meters.allocated import allocated_bytes
@@ -62,6 +64,8 @@ class StepLevels:
         """The highest readings of measured steps at the end of forward and at the beginning of backward, divided by the
         expected bytes.
         """
+        self._least_share = math.inf
+        """The lowest reading at the end of forward of any step whose bytes were predicted, divided by the predicted bytes."""
         self._most_end = self._most_bytes = 0
         self._base_bytes = 0
         """Bytes that were allocated at the beginning of the last measured step, without optimizer state."""
@@ -90,6 +94,21 @@ class StepLevels:
         """Note that a forward of the step has returned."""
         self._expected += self.expected_forward_bytes or 1
         self._forward = max(self._forward, self.above_begin())
+
+    @property
+    def forward_growth(self) -> float:
+        """The bytes that the step's forwards have added, as a multiple of the predicted bytes. It is 1 if that is no more than
+        noise, or if they were not predicted.
+
+        The prediction may leave out a constant share, such as the allocator's rounding. So it is compared with the step that
+        was closest to its prediction.
+        """
+        if not self.expected_forward_bytes or not self._expected or self._forward <= 0:
+            return 1.0
+        share = self._forward / self._expected
+        self._least_share = min(self._least_share, share)
+        known_share = max(1.0, self._least_share)
+        return share / known_share if is_more(self._forward, known_share * self._expected) else 1.0
 
     def backward_begins(self, nodes: int) -> None:
         """Note that a backward has reached a forward's output. The loss made ``nodes`` nodes; some are freed by now."""

@@ -174,6 +174,13 @@ class StepWatch:
         """True if no autograd graph of this model waits for a backward."""
         return not len(self.graphs)
 
+    @property
+    def waiting_bytes(self) -> int:
+        """Bytes that the step has allocated since it began, if forwards of it wait for a backward, else 0. A trace that runs
+        now finds them beside it.
+        """
+        return 0 if self.is_between_steps else max(0, self.levels.above_begin())
+
     def meter(
         self,
         args: tuple[Any, ...],
