@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import math
 import sys
 
 import pytest
@@ -12,9 +13,10 @@ import torch
 import plimsoll
 from plimsoll.artifacts.progress import bar
 from plimsoll.errors import InvalidOption
+from plimsoll.session import messages
 from plimsoll.session.attachment import Attachment
 from plimsoll.session.messages import announce
-from plimsoll.units import MIB
+from plimsoll.units import MIB, format_bytes
 from steps import Stack, mean_square
 
 BUDGET = 2 * MIB
@@ -30,6 +32,12 @@ def train(steps: int, **options: object) -> Attachment:
         optimizer.step()
         optimizer.zero_grad()
     return handle
+
+
+@pytest.fixture(autouse=True)
+def quick_planning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planning counts as quick on a busy machine too."""
+    monkeypatch.setattr(messages, "_QUIET_SECONDS", math.inf)
 
 
 @pytest.fixture
@@ -52,7 +60,26 @@ def test_one_line_is_printed_once_a_step_under_the_plan_was_measured(no_logging,
     assert line.endswith(" of 4 blocks")
 
 
-def test_a_higher_level_of_the_logger_keeps_the_line_away(no_logging, capsys):
+def test_planning_that_takes_seconds_is_announced_once_when_it_begins(no_logging, capsys, monkeypatch):
+    monkeypatch.setattr(messages, "_QUIET_SECONDS", 0.0)
+    handle = train(1)
+    first = capsys.readouterr().err
+    assert first == "plimsoll: planning for budget 2.0 MiB in the first two training steps\n"
+    handle.remove()
+    train(6).remove()
+    assert [line.split()[1] for line in capsys.readouterr().err.splitlines()] == ["planning", "budget"]
+
+
+def test_a_callback_for_progress_takes_the_place_of_that_line(no_logging, capsys, monkeypatch):
+    monkeypatch.setattr(messages, "_QUIET_SECONDS", 0.0)
+    train(1, progress=lambda stage, share: None).remove()
+    assert capsys.readouterr().err == ""
+    train(1, progress="bar").remove()
+    assert "planning for budget" in capsys.readouterr().err, "no bar is drawn into a file"
+
+
+def test_a_higher_level_of_the_logger_keeps_the_lines_away(no_logging, capsys, monkeypatch):
+    monkeypatch.setattr(messages, "_QUIET_SECONDS", 0.0)
     no_logging.setLevel(logging.WARNING)
     train(4).remove()
     assert capsys.readouterr().err == ""
@@ -86,6 +113,28 @@ def test_a_handle_shows_what_happens_and_its_figures():
         assert repr(handle).splitlines()[1].strip() == handle.figures.line
         assert len(repr(handle).splitlines()) < 5
         assert "<svg" in handle._repr_html_()
+
+
+def test_the_plan_and_its_handle_name_the_same_peaks():
+    torch.manual_seed(0)
+    model = Stack(4, 32)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with plimsoll.attach(model, BUDGET, optimizer=optimizer) as handle:
+        for _ in range(4):
+            model(torch.randn(384, 32)).exp().mul(0.5).square().mean().backward()  # a loss outside of the model
+            optimizer.step()
+            optimizer.zero_grad()
+        figures, plan, shown = handle.figures, handle.plan, repr(handle)
+    traced, planned, measured, unseen = map(
+        format_bytes,
+        (plan.predicted_peak_bytes, figures.planned_peak_bytes, figures.measured_peak_bytes, figures.unseen_bytes),
+    )
+    assert figures.unseen_bytes > 0
+    assert figures.planned_peak_bytes == plan.predicted_peak_bytes + figures.unseen_bytes
+    assert f"planned {planned} = {traced} in the traced step (the peak in .plan) + {unseen}" in shown
+    assert f"need {unseen} more" in plan.notes[-1]
+    assert f"planned to peak at {planned}" in plan.notes[-1]
+    assert plan.notes[-1].endswith(f"steps is {measured}")
 
 
 def test_metrics_are_numbers_with_units_and_agree_with_the_plan():

@@ -37,12 +37,17 @@ def part_of(report: Progress, start: float, end: float) -> Progress:
     return lambda stage, share: report(stage, start + (end - start) * share)
 
 
+def is_bar_shown() -> bool:
+    """Return True if `bar` writes: stderr is a terminal, and this is the first rank."""
+    return sys.stderr.isatty() and os.environ.get("RANK", "0") == "0"
+
+
 def bar(stage: str, share: float) -> None:
     """Show a report as one line on stderr that the next report replaces. At share 1 the line disappears.
 
     Nothing is written if stderr is not a terminal, and on other ranks than the first.
     """
-    if not sys.stderr.isatty() or os.environ.get("RANK", "0") != "0":
+    if not is_bar_shown():
         return
     done = round(_BAR_COLUMNS * share)
     line = "" if share >= 1 else f"plimsoll {'━' * done}{'─' * (_BAR_COLUMNS - done)} {share:4.0%} {stage}"

@@ -45,6 +45,8 @@ class TrainingFigures:
     managed_blocks: int
     """How many regions (mostly the repeated blocks) do not keep everything."""
     blocks: int
+    unseen_bytes: int = 0
+    """The part of the planned peak that the traced step does not contain: the loop's own step was measured to need it."""
 
     @classmethod
     def of(cls, plan: Plan, *, unseen_bytes: int = 0, measured_peak_bytes: int = 0) -> TrainingFigures:
@@ -60,6 +62,7 @@ class TrainingFigures:
             extra_seconds=plan.predicted_seconds - plan.baseline_seconds,
             managed_blocks=sum(not region.is_untouched for region in plan.regions),
             blocks=len(plan.regions),
+            unseen_bytes=unseen_bytes,
         )
 
     @property
@@ -76,6 +79,31 @@ class TrainingFigures:
         if self.blocks:
             parts.append(f"{self.managed_blocks} of {self.blocks} blocks")
         return " · ".join(parts)
+
+    @property
+    def parts_of_peak(self) -> str:
+        """A clause with the two parts of the planned peak, or an empty text if all of it is in the traced step."""
+        if not self.unseen_bytes:
+            return ""
+        return (
+            f"planned {format_bytes(self.planned_peak_bytes)} = {format_bytes(self.planned_peak_bytes - self.unseen_bytes)} "
+            f"in the traced step (the peak in .plan) + {format_bytes(self.unseen_bytes)} that only the training loop's step "
+            "needs"
+        )
+
+    @property
+    def note(self) -> str:
+        """A sentence for the plan's text, which shows the traced step: how the peaks of the training steps differ from it."""
+        parts = ["the peaks above belong to the traced step"]
+        if self.unseen_bytes:
+            parts.append(
+                f"the training loop's own step was measured to need {format_bytes(self.unseen_bytes)} more (its loss, "
+                "optimizer state, tensors that it keeps), so it is planned to peak at "
+                f"{format_bytes(self.planned_peak_bytes)}"
+            )
+        if self.measured_peak_bytes:
+            parts.append(f"the highest measured peak of the loop's steps is {format_bytes(self.measured_peak_bytes)}")
+        return "; ".join(parts)
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -122,8 +150,8 @@ class ShowsFigures(abc.ABC):
 
     def __repr__(self) -> str:
         figures = self.figures
-        lines = [self.headline(), *([] if figures is None else [figures.line])]
-        return "\n  ".join([*lines, "see .plan, .metrics(), .remove()"])
+        lines = [] if figures is None else [figures.line, figures.parts_of_peak]
+        return "\n  ".join(filter(None, [self.headline(), *lines, "see .plan, .metrics(), .remove()"]))
 
     def _repr_html_(self) -> str:
         """Return the handle as HTML, for notebooks."""

@@ -47,6 +47,7 @@ from plimsoll.session.eager_step import EagerStep
 from plimsoll.session.joint_traces import JointTraces, facts_of
 from plimsoll.session.measured_step import taken_beside
 from plimsoll.session.messages import (
+    PlanningNotice,
     announce,
     log_planning_overrun,
     warn,
@@ -210,11 +211,13 @@ class Attachment(ShowsFigures, RemovedAtEnd):
         progress: Progress = silent,
     ) -> None:
         self.model, self.agreement = model, agreement
-        self._progress = progress
+        self._progress = PlanningNotice(progress, budget.shown)
         self.measures_before_refusing = True
         """Whether a budget below the lowest traced peak is refused only after the loop's own step was measured. A trainer that
         tries a smaller batch after a refusal needs it before the first step has changed anything.
         """
+        self._noted: tuple[Plan | None, str, Plan | None] = None, "", None
+        """The plan that `plan` returned last: without its note, the note, and with the note."""
         self._unannounced_steps: int | None = 0
         """How many steps have ended under a plan for the budget without a line about it; None once the line was written."""
         self.repeats_collectives = COLLECTIVES in options.allow
@@ -252,13 +255,24 @@ class Attachment(ShowsFigures, RemovedAtEnd):
     def plan(self) -> Plan | None:
         """The current plan, or ``None`` until the first training step has begun, and after a refused budget. Once that step is
         over, this is the plan for the budget.
+
+        Its peaks belong to the traced step. A note of the plan compares them with the peaks of the training steps, which
+        the handle's text shows.
         """
-        return self._work.plan
+        plan, figures = self._work.plan, self.figures
+        if plan is None or figures is None or not (figures.unseen_bytes or figures.measured_peak_bytes):
+            return plan
+        known, note, noted = self._noted
+        if known is not plan or note != figures.note:
+            note = figures.note
+            noted = msgspec.structs.replace(plan, notes=(*plan.notes, note))
+            self._noted = plan, note, noted
+        return noted
 
     @property
     def is_calibrating(self) -> bool:
         """True until the plan for the budget is made. Until then an eager model runs under the plan with the lowest peak."""
-        return self.state is State.MEASURING or (self.is_compiled and self.plan is None)
+        return self.state is State.MEASURING or (self.is_compiled and self._work.plan is None)
 
     @property
     def is_compiled(self) -> bool:
@@ -291,8 +305,7 @@ class Attachment(ShowsFigures, RemovedAtEnd):
 
     def headline(self) -> str:
         """Return one line that names the model, its budget, and what happens to it now."""
-        budget = "auto" if self._budget.asked_bytes is None else format_bytes(self._budget.asked_bytes)
-        return f"plimsoll.attach({type(self.model).__name__}, budget {budget}): {self.state.meaning}"
+        return f"plimsoll.attach({type(self.model).__name__}, budget {self._budget.shown}): {self.state.meaning}"
 
     def _shown_plan(self) -> Plan | None:
         return self.plan if self.state is State.RUNNING else None
@@ -436,7 +449,7 @@ class Attachment(ShowsFigures, RemovedAtEnd):
         return None
 
     def _step_ended(self) -> None:
-        if self.plan is not None and self.state in TABLE[TrainingEvent.STEP_ENDED]:
+        if self._work.plan is not None and self.state in TABLE[TrainingEvent.STEP_ENDED]:
             self._react(TrainingEvent.STEP_ENDED)
 
     def tighten(self, *, is_own: bool) -> bool:
@@ -536,7 +549,7 @@ class Attachment(ShowsFigures, RemovedAtEnd):
             self._remembered.clear()
         elif self._traced is not None:
             known = {name: getattr(self, name) for name in _KNOWLEDGE}
-            known["measured"], known["plan"] = self._steps.measured, self.plan
+            known["measured"], known["plan"] = self._steps.measured, self._work.plan
             if self.state is State.MEASURING:
                 self._watch.remove()  # it has seen the measured step, and must not see steps of other parameters
             self._remembered.pop(self._planned_frozen, None)
@@ -624,7 +637,8 @@ class Attachment(ShowsFigures, RemovedAtEnd):
         """Make the plan for the budget from the first call of a model that torch.compile compiles, and apply the plan."""
         # Without a reduction, gradients wait, so later micro-batches of the step begin with existing gradients.
         accumulates = call.situation.accumulates or is_without_reduction(self.model)
-        self._progress("compiling", 0.0)
+        self._progress.begin("compiling")
+        self._progress.write()  # compiling takes seconds
         with self._tracing():
             planner, plan, unseen_bytes = source.plan(
                 self.agreement, self._task(call), self._options, self._budget, accumulates=accumulates
@@ -641,6 +655,8 @@ class Attachment(ShowsFigures, RemovedAtEnd):
         """Trace the call, apply the plan with the lowest peak, and begin to measure the step. If the current plan is enough for
         the call, only keep it.
         """
+        if self._traced is None:
+            self._progress.begin("tracing")
         task = dataclasses.replace(self._task(call), optimizer=optimizer_in_view(self.model, self._optimizer))
         with self._tracing():
             planned = functools.partial(
@@ -711,11 +727,11 @@ class Attachment(ShowsFigures, RemovedAtEnd):
         planner = traced.planner
         takes_less = planner.extremes.unmanaged_peak_bytes <= earlier.planner.extremes.unmanaged_peak_bytes
         is_kept = (
-            self.plan is not None
+            self._work.plan is not None
             and takes_less
             and self.state is State.RUNNING
             and not self._work.has_moved()
-            and planner.is_kept_by(self.plan, self._room.account.measured_bytes())
+            and planner.is_kept_by(self._work.plan, self._room.account.measured_bytes())
         )
         return self.agreement.every("enough", holds=is_kept)
 
@@ -796,7 +812,7 @@ class Attachment(ShowsFigures, RemovedAtEnd):
         Raises:
             BudgetBelowFloor: the measured peak of the lowest plan exceeds the budget.
         """
-        planner, lowest = traced.planner, self.plan
+        planner, lowest = traced.planner, self._work.plan
         measured, self._steps.measured = self._steps.measured, None
         assert lowest is not None
         assert planner.budget_bytes is not None
@@ -1228,8 +1244,8 @@ class Attachment(ShowsFigures, RemovedAtEnd):
 
     @property
     def _current_plan(self) -> Plan:
-        assert self.plan is not None, "a plan was applied before"
-        return self.plan
+        assert self._work.plan is not None, "a plan was applied before"
+        return self._work.plan
 
     def _solve_for_budget(self, traced: FirstStep) -> Plan:
         """Solve the plan for the budget minus the account. Take both from the tightest rank (the rank whose budget leaves the

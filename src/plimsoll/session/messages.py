@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import logging
 import sys
+import time
 import warnings
 
 import torch
 from torch import nn
 
+from plimsoll.artifacts.progress import Progress, bar, is_bar_shown, silent
 from plimsoll.errors import BudgetBelowFloor
 from plimsoll.session.batch_shapes import Shapes
 from plimsoll.session.situations import Situation
 from plimsoll.units import format_bytes
 
 _LOG = logging.getLogger(__name__)
+
+_QUIET_SECONDS = 1.0
+"""Tracing that lasts longer than this is announced. It is less than half of planning, so all of planning then takes 2 s or
+more.
+"""
+_TRACED_SHARE = 0.5
 
 
 def warn(text: str) -> None:
@@ -35,6 +43,37 @@ def announce(text: str) -> None:
         _LOG.info("plimsoll: %s", text)
     elif library.level <= logging.INFO > library.manager.disable and not library.disabled:  # level 0: not set
         print(f"plimsoll: {text}", file=sys.stderr, flush=True)
+
+
+class PlanningNotice:
+    """Passes on the progress reports of the first plan, and writes one line if planning takes seconds.
+
+    Without it, a terminal or log shows nothing for 5 to 25 s. Nothing is written if ``report`` already shows the progress.
+    """
+
+    def __init__(self, report: Progress, budget: str) -> None:
+        self._report = report
+        self._text: str | None = f"planning for budget {budget} in the first two training steps"
+        if report is not silent and not (report is bar and not is_bar_shown()):
+            self._text = None
+        self._begun_seconds = time.monotonic()
+
+    def begin(self, stage: str) -> None:
+        """Report that planning begins with ``stage``, and start the clock."""
+        self._begun_seconds = time.monotonic()
+        self._report(stage, 0.0)
+
+    def __call__(self, stage: str, share: float, /) -> None:
+        """Receive one report, as `Progress`."""
+        if share < _TRACED_SHARE and time.monotonic() - self._begun_seconds > _QUIET_SECONDS:
+            self.write()
+        self._report(stage, share)
+
+    def write(self) -> None:
+        """Write the line now, if it was not written before."""
+        if self._text is not None:
+            announce(self._text)
+        self._text = None
 
 
 def warn_of_larger(situation: Situation) -> None:

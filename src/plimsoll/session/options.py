@@ -50,6 +50,13 @@ class Budget:
         """Parse a budget, as ``read`` does, but refuse ``None``."""
         return cls(is_auto=True) if budget == "auto" else cls(parse_budget(budget))
 
+    @property
+    def shown(self) -> str:
+        """The budget as text for the user."""
+        if self.is_auto:
+            return "auto"
+        return "none" if self.asked_bytes is None else format_bytes(self.asked_bytes)
+
     def bytes_on(self, costs: Costs) -> int | None:
         """Return the budget in bytes on the device of these costs; ``None`` without a limit."""
         return self.bytes_of(costs.device, costs.memory_bytes)

@@ -575,7 +575,10 @@ class StepPlanner:
         # others went on.
         return self.ranks.worst_trial(
             dataclasses.replace(
-                trial, peak_bytes=trial.peak_bytes + unseen_bytes, fresh_bytes=trial.fresh_bytes + unseen_bytes
+                trial,
+                peak_bytes=trial.peak_bytes + unseen_bytes,
+                fresh_bytes=trial.fresh_bytes + unseen_bytes,
+                beside_bytes=unseen_bytes,
             )
         )
 

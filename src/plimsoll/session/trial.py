@@ -64,11 +64,14 @@ class TrialRun:
     """The peak of the step that recorded the plan minus the peak of the steady step after it."""
     taken_bytes: int = 0
     """The peak of the trial itself, with the optimizer state that existed."""
+    beside_bytes: int = 0
+    """The part of ``peak_bytes`` that the trial did not contain: the training loop was measured to need it."""
 
     @property
     def told(self) -> str:
         """The measurement as a note of the plan."""
-        note = self.note or f"run once: the measured peak was {format_bytes(self.peak_bytes)}"
+        added = f", with {format_bytes(self.beside_bytes)} that the training loop needs" if self.beside_bytes else ""
+        note = self.note or f"run once: the measured peak was {format_bytes(self.peak_bytes)}{added}"
         return note if self.error is None else f"{note}, the gradient's relative error {self.error:.2%}"
 
 
