@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shlex
 import subprocess
@@ -173,6 +174,21 @@ def test_a_page_begins_with_the_verdict_and_shows_the_price():
 def test_a_page_of_several_devices_has_a_verdict_for_each():
     other = msgspec.structs.replace(make_estimate(1), device="A100-80GB")
     assert build_html([make_estimate(1), other]).count('<p class="verdict') == 2
+
+
+@pytest.mark.parametrize("ranks", [1, 1024])
+def test_the_table_of_devices_keeps_each_row_on_one_line_of_80_columns(ranks: int):
+    """The verdict is the longest one, the run costs millions, and names are as long as the catalogue's."""
+    close = msgspec.structs.replace(make_estimate(ranks), device_bytes=None, run_tokens=10**13, hourly_price=2.5)
+    estimates = [msgspec.structs.replace(close, device=name) for name in ("H100-SXM", "A100-80GB")]
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(render_document(view_estimates(estimates)), crop=False)
+    lines = console.export_text().splitlines()
+    rows = [line for line in lines if line.strip().startswith(("H100-SXM ", "A100-80GB "))]
+    assert len(rows) == 2
+    assert lines.index(rows[1]) == lines.index(rows[0]) + 1
+    assert max(map(len, lines)) <= 80
+    assert "the price of one device for an hour, in the currency of --price" in " ".join(" ".join(lines).split())
 
 
 def test_the_table_of_devices_leaves_out_what_nobody_knows():

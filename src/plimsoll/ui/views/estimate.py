@@ -24,12 +24,13 @@ from plimsoll.ui.document import (
     Tone,
     sentence,
 )
-from plimsoll.units import format_bytes, format_seconds
+from plimsoll.units import format_bytes, format_seconds, parse_bytes
 
 _HOLDERS_SHOWN = 5
 _ITEMS_HEADER = ("", "bytes", "±", "basis", "")
 ESTIMATE_SOURCE = "Estimate"
 _WORDS = {True: "fits", False: "does not fit", None: "too close to call"}
+_SHORT_WORDS = {True: "yes", False: "no", None: "unsure"}
 _TONES = {True: Tone.GOOD, False: Tone.BAD, None: Tone.NEUTRAL}
 
 
@@ -72,18 +73,24 @@ def view_estimate(estimate: Estimate) -> Document:
 
 
 def view_estimates(estimates: Sequence[Estimate]) -> Document:
-    """Make one document that compares estimates of one job on several devices: one row per device."""
+    """Make one document that compares estimates of one job on several devices: one row per device.
+
+    The table is narrow enough for 80 columns.
+    """
     first = estimates[0]
-    columns = ["device", "verdict", "a rank needs", "of", "step", "tokens/s", name_hours(first), "price"]
+    columns = ["device", "fits", "a rank needs", "of", "step", "tokens/s", name_hours(first), "price"]
     rows = [_beside_others(each) for each in estimates]
     is_known = [any(row[column] != UNKNOWN for row in rows) for column in range(len(columns))]
     shown = [column for column, known in enumerate(is_known) if known]
     run = [f"{format_count(first.run_tokens)} tokens"] if first.run_tokens else []
+    if any(each.price is not None for each in estimates):
+        run[0] += f"; price = {name_hours(first)} x the price of one device for an hour, in the currency of --price"
+    ranks = [f"{first.layout.ranks:,} devices of one kind"] if first.layout.ranks > 1 else []
     table = Table(
         header=[columns[column] for column in shown],
         rows=[[row[column] for column in shown] for row in rows],
         numbers=[place for place, column in enumerate(shown) if column > 1],
-        tones={"fits": Tone.GOOD, "does not fit": Tone.BAD},
+        tones={_SHORT_WORDS[True]: Tone.GOOD, _SHORT_WORDS[False]: Tone.BAD},
     )
     fitting = sum(estimate.does_fit is True for estimate in estimates)
     return Document(
@@ -91,7 +98,7 @@ def view_estimates(estimates: Sequence[Estimate]) -> Document:
         subject=f"of {first.target} on {len(estimates)} devices",
         word=f"{fitting} of {len(estimates)} fit",
         tone=Tone.GOOD if fitting else Tone.BAD,
-        lines=[*_setting(first), *run],
+        lines=[*_setting(first), *ranks, *run],
         sections=[Section("Device by device", [table])],
     )
 
@@ -100,15 +107,27 @@ def _beside_others(estimate: Estimate) -> list[str]:
     """Return the cells of one device: verdict, memory, speed, hours and price of the run."""
     stage, speed = estimate.tightest, estimate.throughput
     return [
-        f"{f'{estimate.layout.ranks:,} x ' if estimate.layout.ranks > 1 else ''}{estimate.device}",
-        _WORDS[estimate.does_fit],
-        f"{format_bytes(stage.total_bytes)} ± {format_bytes(stage.error_bytes)}",
+        estimate.device,
+        _SHORT_WORDS[estimate.does_fit],
+        _with_error(stage.total_bytes, stage.error_bytes),
         UNKNOWN if estimate.device_bytes is None else format_bytes(estimate.device_bytes),
         format_seconds(speed.step_seconds),
         UNKNOWN if speed.tokens_per_second is None else f"{speed.tokens_per_second:,.0f}",
-        UNKNOWN if estimate.device_hours is None else f"{estimate.device_hours:,.0f}",
-        UNKNOWN if estimate.price is None else f"{estimate.price:,.0f}",
+        UNKNOWN if estimate.device_hours is None else _shorten(estimate.device_hours),
+        UNKNOWN if estimate.price is None else _shorten(estimate.price),
     ]
+
+
+def _shorten(amount: float) -> str:
+    """Return a whole number as text: ``1,081``, and from a million on with a unit, ``1.1M``."""
+    return format_count(round(amount)) if amount >= 1e6 else f"{amount:,.0f}"
+
+
+def _with_error(total_bytes: int, error_bytes: int) -> str:
+    """Return bytes with their error, such as ``51.4 ± 7.7 GiB``. Both are in the unit of the first."""
+    amount, unit = format_bytes(total_bytes).split()
+    error = f"{error_bytes / parse_bytes(f'1{unit}'):.1f}"
+    return f"{amount} ± {error} {unit}"
 
 
 def name_hours(estimate: Estimate) -> str:
@@ -417,5 +436,7 @@ def _run(estimate: Estimate) -> list[str]:
         return []
     ranks = estimate.layout.ranks
     days = f", {hours / ranks / 24:,.1f} days on {ranks:,} {'rank' if ranks == 1 else 'ranks'}"
-    price = "" if estimate.price is None else f", price {estimate.price:,.0f} at {estimate.hourly_price:,.2f} an hour"
+    price = (
+        "" if estimate.price is None else f", price {estimate.price:,.0f} at {estimate.hourly_price:,.2f} a device-hour"
+    )
     return [f"{format_count(estimate.run_tokens)} tokens: {hours:,.0f} {name_hours(estimate)}{days}{price}"]
