@@ -58,7 +58,7 @@ OPTIONS: dict[type[errors.PlimsollError], list[tuple[Options, str]]] = {
         )
     ],
     errors.BudgetAboveDevice: [({"budget": 10**6 * GIB}, 'budget="auto"')],
-    errors.BudgetBelowFloor: [({"budget": 100_000}, "optimizer state")],
+    errors.BudgetBelowFloor: [({"budget": 100_000}, "an optimizer with less state (SGD, an 8-bit Adam)")],
     errors.InvalidRegions: [
         ({"regions": patterns}, "") for patterns in (["layers.*"], "layers.*", [], ["blocks.0", "blocks.7"])
     ],

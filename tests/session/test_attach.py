@@ -249,7 +249,7 @@ def test_a_budget_below_the_floor_is_refused_in_the_first_call_if_nothing_may_ch
     model, batch = managed.model, torch.randn(ROWS, WIDTH)
     with unchanged(model, managed.optimizer):
         plimsoll.attach(model, 200_000).measures_before_refusing = False
-        with pytest.raises(BudgetBelowFloor, match="alive together"):
+        with pytest.raises(BudgetBelowFloor, match="exist at the same time"):
             model(batch)
     model(batch).sum().backward()
 
@@ -264,7 +264,7 @@ def test_what_a_loss_of_ones_own_takes_is_refused_in_the_second_call_with_a_budg
 
     plimsoll.attach(model, "4MiB")
     step()
-    with pytest.raises(BudgetBelowFloor, match="more were measured") as refused:
+    with pytest.raises(BudgetBelowFloor, match="was measured to need") as refused:
         step()
     assert not [m for m in model.modules() if "forward" in vars(m) or m._forward_hooks or m._forward_pre_hooks]
     assert not torch_optimizer._global_optimizer_post_hooks

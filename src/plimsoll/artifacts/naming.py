@@ -89,11 +89,11 @@ def with_rest(rows: Sequence[tuple[str, int]], most: int) -> list[tuple[str, int
 def name_largest(rows: Sequence[tuple[str, int]], most: int = 3) -> str:
     """Return a text with the first ``most`` rows of (label, bytes), and the sum of the others.
 
-    For example: ``4.1 GiB parameters; 0.4 GiB others``.
+    For example: ``4.1 GiB parameters; 0.4 GiB in other tensors``.
     """
     named = [f"{format_bytes(size)} {label}" for label, size in rows[:most]]
     rest = sum(size for _, size in rows[most:])
-    return "; ".join([*named, f"{format_bytes(rest)} others"] if rest else named)
+    return "; ".join([*named, f"{format_bytes(rest)} in other tensors"] if rest else named)
 
 
 def region_in_label(label: str, regions: Iterable[str]) -> str:

@@ -50,15 +50,15 @@ def floor_error(
     if chunked_bytes is not None and floor.bytes - chunked_bytes > _WORTH_CHUNKING * floor.bytes:
         then = format_bytes(chunked_bytes + excess_bytes)
         chunked = f"call plimsoll.chunked.chunk_loss(model) before planning (floor {then}), or use "
-    measured = f", and {format_bytes(excess_bytes)} more were measured" if excess_bytes > 0 else ""
+    measured = f", and a real step was measured to need {format_bytes(excess_bytes)} more" if excess_bytes > 0 else ""
     accumulating = ""
     if accumulating_bytes > floor_bytes:
         accumulating = f", or {budget_text(accumulating_bytes)} if gradients accumulate over micro-batches"
     return BudgetBelowFloor(
         f"budget {format_bytes(budget_bytes)} is below the smallest reachable peak, {format_bytes(floor_bytes)}.",
-        why=f"{name_holders(floor)} are alive together in {floor.moment}{measured}",
-        next=f"{chunked}{budget_text(floor_bytes)} ({floor_bytes} bytes){accumulating}, or a smaller micro-batch, or fewer "
-        "optimizer states",
+        why=f"{_name_together(floor)}{measured}",
+        next=f"{chunked}{budget_text(floor_bytes)} ({floor_bytes} bytes){accumulating}, or a smaller micro-batch, or "
+        "an optimizer with less state (SGD, an 8-bit Adam)",
         others=() if others is None else others.lines(),
     )
 
@@ -71,7 +71,7 @@ def strategy_error(strategy: str, budget_bytes: int, peak: Peak, floor_bytes: in
         advice = f"a budget of at least {format_bytes_up(floor_bytes)} with strategy='auto'"
     return BudgetBelowFloor(
         f"strategy {strategy!r} peaks at {format_bytes(peak.bytes)}, above the budget {format_bytes(budget_bytes)}.",
-        why=f"{name_holders(peak)} are alive together in {peak.moment}",
+        why=_name_together(peak),
         next=f"{advice}, or a budget of {format_bytes_up(peak.bytes)} for this strategy",
     )
 
@@ -97,8 +97,13 @@ def limits_error(what: str, simulation: Simulation, limits: Limits) -> InvalidSt
 
 
 def name_holders(peak: Peak) -> str:
-    """Return a text with the largest tensors at a peak: ``4.1 GiB parameters; 3.2 GiB logits; 0.4 GiB others``."""
+    """Return a text with the largest tensors at a peak: ``4.1 GiB parameters; 3.2 GiB logits; 0.4 GiB in other tensors``."""
     return name_largest([(holder.label, holder.bytes) for holder in peak.holders])
+
+
+def _name_together(peak: Peak) -> str:
+    """Return a clause with the largest tensors at a peak and its moment."""
+    return f"these tensors exist at the same time in {peak.moment}: {name_holders(peak)}"
 
 
 def notes_about_peak(simulation: Simulation, baseline: Simulation) -> tuple[str, ...]:
@@ -156,9 +161,10 @@ def optimizer_floor_error(budget_bytes: int, floor_bytes: int, where: str = "") 
     """
     return BudgetBelowFloor(
         f"budget {format_bytes(budget_bytes)} is below what the optimizer's step needs, {format_bytes(floor_bytes)}{where}.",
-        why="parameters, gradients, the optimizer's state and its temporaries are alive together in its step, and "
-        "decisions about activations do not change that",
-        next=f"{budget_text(floor_bytes)}, or an optimizer with less state, or foreach=False",
+        why="the optimizer's step needs parameters, gradients, its state and its temporaries at the same time, and a plan "
+        "changes activations only",
+        next=f"{budget_text(floor_bytes)}, or an optimizer with less state (SGD, an 8-bit Adam), or the optimizer's argument "
+        "foreach=False (smaller temporaries)",
     )
 
 
@@ -170,9 +176,10 @@ def after_backward_floor_error(
     """
     return BudgetBelowFloor(
         f"budget {format_bytes(budget_bytes)} is below what a training step takes after backward, {format_bytes(floor_bytes)}.",
-        why="parameters, gradients, the optimizer's step, and what the training loop makes until the next forward are alive "
-        "together, and decisions about activations do not change that",
-        next=f"{budget_text(floor_bytes)}, or an optimizer with less state, or foreach=False, or free tensors earlier",
+        why="parameters, gradients, the optimizer's step, and tensors that the training loop makes until the next forward "
+        "exist at the same time, and a plan changes activations only",
+        next=f"{budget_text(floor_bytes)}, or an optimizer with less state (SGD, an 8-bit Adam), or the optimizer's argument "
+        "foreach=False (smaller temporaries), or delete outputs and losses before the next forward",
         others=() if others is None else others.lines(),
     )
 

@@ -158,7 +158,7 @@ def _effect(seen: PeakView, plain: PeakView) -> str:
     if lowered_bytes < _MOVED * freed_bytes:
         return (
             f"The set-up lowers the bytes resident after forward {after}, but the peak only {then}. The peak is in "
-            f"{peak.moment}, where these are alive together: {holders}."
+            f"{peak.moment}, where these tensors exist at the same time: {holders}."
         )
     return (
         f"The set-up lowers the bytes resident after forward {after}, and the peak {then}. The peak is in {peak.moment}: "
