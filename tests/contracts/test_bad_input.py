@@ -14,6 +14,8 @@ from torch import nn
 import plimsoll
 from plimsoll import errors
 from plimsoll.artifacts.plan import Plan
+from plimsoll.planning.strategies import refuse_unknown_ops
+from plimsoll.tracing.torch_internals import existing_ops
 from plimsoll.units import GIB, MIB
 from steps import CheckpointedStack, Stack, Step, llama, mean_square, stack
 from unchanged import unchanged
@@ -81,6 +83,45 @@ def test_an_option_that_cannot_be_is_refused_with_the_model_unchanged(kind: type
     with unchanged(model, optimizer), pytest.raises(kind) as caught:
         plimsoll.plan(model, batch, loss=loss, **{"optimizer": optimizer} | options)
     assert_refused(caught.value, part)
+
+
+class Untraceable(nn.Sequential):
+    """Fails if it is run."""
+
+    def forward(self, *_: Any) -> torch.Tensor:
+        raise AssertionError("the model ran")
+
+
+NAMES = [
+    ({"strategy": "selective:sorcery"}, "not an op of torch"),
+    ({"strategy": "selective:core+sorcery"}, "not an op of torch"),
+    ({"strategy": "selective:mm,sorcery"}, "not an op of torch"),
+    ({"overrides": ["sorcery.*=keep"]}, "'sorcery.'"),
+    ({"overrides": ["*.sorcery::mm=keep"]}, "'sorcery'"),
+    ({"overrides": ["0.*.sorcery.*=keep"]}, "'sorcery'"),
+]
+
+
+@pytest.mark.parametrize(("options", "part"), NAMES)
+def test_a_name_that_no_trace_could_contain_is_refused_before_the_model_runs(options: Options, part: str):
+    model, batch = Untraceable(nn.Linear(2, 2)), torch.ones(2, 2)
+    verbs = [lambda: plimsoll.plan(model, batch, **options)]
+    if "overrides" in options:
+        verbs.append(lambda: plimsoll.attach(model, "1GiB", **options))
+    else:
+        verbs += [
+            lambda: plimsoll.compare(model, batch, [options["strategy"]]),
+            lambda: plimsoll.explain(model, batch, strategy=options["strategy"]),
+        ]
+    for verb in verbs:
+        with pytest.raises(errors.InvalidStrategy) as caught:
+            verb()
+        assert_refused(caught.value, part)
+
+
+def test_ops_of_other_libraries_and_short_names_are_not_refused_before_the_trace():
+    for strategy in ("selective:sdpa", "selective:mylib.scan", "selective:mm/2,addmm", "selective:core+mlp", "every:2"):
+        refuse_unknown_ops(strategy, existing_ops())
 
 
 def test_a_budget_below_the_floor_names_a_budget_that_works():

@@ -8,7 +8,8 @@ from plimsoll.estimator.parallelism.rank import PARTLY_SHARDED
 from plimsoll.estimator.setting import AUTO, Setting, optimizer_of
 from plimsoll.planning.costing.host import host_link
 from plimsoll.planning.costing.links import Collective, collective_seconds
-from plimsoll.planning.strategies import codecs_of_strategy
+from plimsoll.planning.strategies import codecs_of_strategy, refuse_unknown_ops
+from plimsoll.tracing.torch_internals import existing_ops
 
 _WHOLLY_SHARDED = 3
 _ALL_PERCENT = 100
@@ -20,7 +21,8 @@ def check_setting(setting: Setting) -> None:
 
     Raises:
         UnknownOptimizer, InvalidOption: the optimizer does not exist, or master weights are given without an optimizer.
-        InvalidStrategy: the strategy compresses; estimates do not know the seconds of codecs.
+        InvalidStrategy: the strategy names an op that does not exist, or compresses; estimates do not know the seconds of
+            codecs.
         InvalidLayout: several ranks on a device whose links are not known.
     """
     if setting.optimizer is not None:
@@ -32,6 +34,7 @@ def check_setting(setting: Setting) -> None:
             next="name an optimizer, or leave master weights out",
         )
     _check_techniques(setting)
+    refuse_unknown_ops(setting.strategy, existing_ops())
     if codecs_of_strategy(setting.strategy):
         raise InvalidStrategy(
             f"Estimates do not support the strategy {setting.strategy!r}.",

@@ -80,7 +80,8 @@ def parse_override(text: str) -> Override:
 def refuse_unknown_modules(overrides: Sequence[Override], modules: Sequence[str]) -> None:
     """Refuse overrides that name a module which the model does not have, before the model is traced.
 
-    Only the part of a pattern before its first wildcard is compared, so a pattern that passes may still match nothing.
+    The part of a pattern before its first wildcard is compared, and each name between two dots that has no wildcard. So a
+    pattern that passes may still match nothing.
 
     Args:
         overrides: the user's overrides.
@@ -89,6 +90,7 @@ def refuse_unknown_modules(overrides: Sequence[Override], modules: Sequence[str]
     Raises:
         InvalidStrategy: names the pattern and the closest modules.
     """
+    names = {name for module in modules for name in module.split(".")}
     for override in overrides:
         front = _UNTIL_WILDCARD.match(override.pattern.partition("::")[0])
         start = front[0] if front is not None else ""
@@ -101,8 +103,20 @@ def refuse_unknown_modules(overrides: Sequence[Override], modules: Sequence[str]
                 why=f"no module has {start!r} in its path",
                 next=f"closest: {', '.join(close)}" if close else "print(model) shows the modules",
             )
+        path, colons, _ = override.pattern.partition("::")
+        # Without "::" the last name may belong to an op.
+        parts = path.split(".") if colons else path.split(".")[:-1]
+        unknown = next((part for part in parts if _PLAIN_NAME.fullmatch(part) and part not in names), None)
+        if unknown is not None:
+            close = difflib.get_close_matches(unknown, sorted(names), n=3, cutoff=0.2)
+            raise InvalidStrategy(
+                f"override {override.pattern!r} does not match any module of the model.",
+                why=f"no module is named {unknown!r}",
+                next=f"closest: {', '.join(close)}" if close else "print(model) shows the modules",
+            )
 
 
+_PLAIN_NAME = re.compile(r"\w+")
 _UNTIL_WILDCARD = re.compile(r"[^*?\[]*")
 
 

@@ -43,7 +43,7 @@ import difflib
 import math
 import re
 import reprlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -369,7 +369,8 @@ def is_torchs_own(strategy: str) -> bool:
 def check_strategy(strategy: str) -> None:
     """Raise an error if the strategy is not valid for any model.
 
-    Whether the ops that ``selective:`` names exist depends on the model, so this is not checked.
+    The ops that ``selective:`` names are not checked: `refuse_unknown_ops` does that, and which of them a model runs is known
+    after a trace.
 
     Args:
         strategy: a name from the module's table, or any other input.
@@ -413,6 +414,32 @@ def check_strategy(strategy: str) -> None:
         _hybrid_sizes(argument)
     elif name == "selective":
         _op_names(argument)
+
+
+def refuse_unknown_ops(strategy: str, ops: Collection[str]) -> None:
+    """Refuse ``selective:`` with an op that does not exist, before a model is traced.
+
+    Names with a namespace (``mylib.scan``) are not checked: a model may register them when it first runs.
+
+    Args:
+        strategy: a valid strategy.
+        ops: the names of all ops that a model could run.
+
+    Raises:
+        InvalidStrategy: no model can run one of the named ops.
+    """
+    name, _, argument = strategy.partition(":")
+    known = [*_MODULES, *_MADE_IN_PARTS]
+    for part in argument.split("+") if name == "selective" else ():
+        for op in [] if part in (*known, TORCHTITAN) else _op_names(part):
+            stem = op.removesuffix("/2")
+            if "." not in stem and not any(_is_op(each, stem) for each in ops):
+                close = difflib.get_close_matches(op, [*known, *ops], n=3)
+                raise InvalidStrategy(
+                    f"{strategy!r} names an op that does not exist.",
+                    why=f"{op!r} is not one of {', '.join(known)}, and not an op of torch",
+                    next=f"closest: {', '.join(close)}" if close else "write selective:attention or selective:mm,sdpa",
+                )
 
 
 def strategy_choices(index: StepIndex, strategy: str) -> tuple[Choice, ...]:

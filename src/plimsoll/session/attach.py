@@ -108,6 +108,7 @@ def attach(
         options = PlanOptions.read(
             regions=regions, allow=allow, max_error=max_error, host_budget=host_budget, overrides=overrides, link=link
         )
+        options.refuse_unknown(model)
         check_room(room, follows=can_follow_shapes(options, agreement.size), ranks=agreement.size)
         trained = {"model": fingerprint(model), "optimizer": type(optimizer).__name__}
         agreement.same("what to attach", {**trained, **options.facts(), **described(verify_every=verify_every)})

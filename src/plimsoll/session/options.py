@@ -9,6 +9,7 @@ import math
 import reprlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -21,9 +22,12 @@ from plimsoll.artifacts.trace import RegionCall, Trace
 from plimsoll.errors import BudgetAboveDevice, InvalidOption, InvalidRegions, InvalidStrategy
 from plimsoll.planning.choice import Limits
 from plimsoll.planning.costing.devices import find_device
-from plimsoll.planning.pins import Override, parse_override
-from plimsoll.planning.strategies import check_strategy, codecs_of_strategy, uses_link
+from plimsoll.planning.pins import Override, parse_override, refuse_unknown_modules
+from plimsoll.planning.strategies import check_strategy, codecs_of_strategy, refuse_unknown_ops, uses_link
 from plimsoll.units import format_bytes, parse_budget
+
+if TYPE_CHECKING:
+    from torch import nn
 
 AUTO_MARGIN = 0.08
 """``budget="auto"`` leaves this share of the device's memory free for allocator fragmentation, libraries' workspaces and
@@ -144,6 +148,20 @@ class PlanOptions:
         )
         options._refuse_contradictions()
         return options
+
+    def refuse_unknown(self, model: nn.Module) -> None:
+        """Refuse a strategy that names an op that does not exist, and an override that names a module that ``model`` does not
+        have. A trace, which takes seconds, would find them too.
+
+        Raises:
+            InvalidStrategy: with the closest names.
+        """
+        # The command line reads options before it imports torch.
+        from plimsoll.tracing.torch_internals import existing_ops
+
+        for strategy in self.strategies:
+            refuse_unknown_ops(strategy, existing_ops())
+        refuse_unknown_modules(self.overrides, [name for name, _ in model.named_modules()])
 
     def _refuse_contradictions(self) -> None:
         """Raise an error if other options ask for something that ``allow`` does not permit."""

@@ -124,6 +124,7 @@ def plan(
             overrides=overrides,
             link=link,
         )
+        options.refuse_unknown(task.model)
         has_budget = described(has_budget=budget is not None)
         if agreement.size > 1:
             options.refuse_tiles("A step of several ranks")

@@ -108,6 +108,17 @@ below_autograd: Callable[[], AbstractContextManager[None]] = internal("torch._C.
 Recipes run in this way.
 """
 
+_registered: Callable[[], list[str]] = internal("torch._C._dispatch_get_all_op_names")
+
+
+def existing_ops() -> frozenset[str]:
+    """Return the names of all ops that torch and the imported libraries have registered so far, in the form of traces: ``mm``
+    for ``aten::mm.out``, ``mylib.scan`` for ``mylib::scan``.
+    """
+    schemas = (name.partition(".")[0].partition("::") for name in _registered())
+    return frozenset(name if space == "aten" else f"{space}.{name}" for space, _, name in schemas)
+
+
 push_saved_hooks: Callable[[Any, Any], None] = internal("torch._C._autograd._push_saved_tensors_default_hooks")
 pop_saved_hooks: Callable[[], None] = internal("torch._C._autograd._pop_saved_tensors_default_hooks")
 top_saved_hooks: Callable[[bool], Any] = internal("torch._C._autograd._top_saved_tensors_default_hooks")

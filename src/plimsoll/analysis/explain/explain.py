@@ -35,13 +35,20 @@ from plimsoll.planning.describe import (
 )
 from plimsoll.planning.simulate import Simulation, choices_of, run_choices
 from plimsoll.planning.step import StepIndex
-from plimsoll.planning.strategies import check_strategy, choose_none, codecs_of_strategy, strategy_choices
+from plimsoll.planning.strategies import (
+    check_strategy,
+    choose_none,
+    codecs_of_strategy,
+    refuse_unknown_ops,
+    strategy_choices,
+)
 from plimsoll.session.compiled import refuse_uncompilable
 from plimsoll.session.manage import refuse_other_model
 from plimsoll.session.options import PlanOptions, as_patterns
 from plimsoll.session.rendezvous.world import refuse_several_ranks
 from plimsoll.session.task import TrainingTask
 from plimsoll.tracing.recorder.calling import Context, Loss, check_context
+from plimsoll.tracing.torch_internals import existing_ops
 from plimsoll.units import format_bytes, format_share
 
 _BETWEEN = "::"
@@ -357,6 +364,7 @@ def _check_kind(strategy: object) -> None:
         )
     if isinstance(strategy, str):
         check_strategy(strategy)
+        refuse_unknown_ops(strategy, existing_ops())
 
 
 def _refuse_forms(strategy: str | Plan) -> None:

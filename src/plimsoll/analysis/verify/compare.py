@@ -139,6 +139,7 @@ def compare(
             link=link,
         )
         options.refuse_tiles("Compared strategies")
+        options.refuse_unknown(task.model)
         asked = described(steps=steps, has_budget=budget is not None)
         agreement.same("what to compare", task.facts() | options.facts() | asked)
         task = agreement.patient(task)
