@@ -32,6 +32,15 @@ from plimsoll.tracing.meters.memory import storage_bytes
 from plimsoll.tracing.zero import engine_of, inside_engine
 from plimsoll.units import format_bytes, parse_budget
 
+_LOGGED = (
+    "plimsoll/unmanaged_peak_bytes",
+    "plimsoll/planned_peak_bytes",
+    "plimsoll/measured_peak_bytes",
+    "plimsoll/planned_overhead_percent",
+)
+"""The figures of ``handle.metrics()`` that a trainer's log gets next to each loss. The others say the same (seconds), or are
+constants that the line about the plan names once (budget, blocks).
+"""
 _FLAGS = ("gradient_checkpointing", "grad_checkpointing")
 """Flags on the modules of transformers, diffusers and timm. A flag switches the module's activation checkpointing on."""
 _OF_DEEPSPEED = "deepspeed.runtime.activation_checkpointing.checkpointing"
@@ -238,12 +247,13 @@ class BudgetedTraining:
         self._owner = _nobody
 
     def figures(self) -> dict[str, float]:
-        """Return figures for the framework's own log, by name: those of ``handle.metrics()``, with the bytes of other models in
-        budget and peaks.
+        """Return the figures of ``handle.metrics()`` that belong in the framework's own log, by name (`_LOGGED`). The bytes of
+        other models are added to the peaks.
 
         The result is empty before the plan exists.
         """
-        found = {} if self.handle is None else self.handle.metrics()
+        metrics = {} if self.handle is None else self.handle.metrics()
+        found = {name: value for name, value in metrics.items() if name in _LOGGED}
         # A peak of 0 was not measured yet.
         return {
             name: value + self._beside_bytes if name.endswith("_bytes") and value else value
