@@ -22,6 +22,7 @@ from plimsoll.tracing.compiled.joint import Kernel
 from plimsoll.tracing.compiled.nodes import hinted, node_bytes, op_name
 from plimsoll.tracing.meters.memory import free_bytes
 from plimsoll.tracing.meters.timing import clock_for, one_thread
+from plimsoll.tracing.recorder.flops import count_flops
 from plimsoll.units import MIB
 
 _REPEATS = 3
@@ -168,14 +169,9 @@ def _heavy_elements(kernel: Kernel) -> int:
 
 
 def _flops(node: fx.Node) -> int:
-    from torch.utils.flop_counter import flop_registry
-
-    counter = flop_registry.get(getattr(node.target, "overloadpacket", None))
-    if counter is None:
-        return 0
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda each: each.meta.get("val"))
     try:
-        return int(counter(*args, **kwargs, out_val=node.meta.get("val")))
+        return count_flops(node.target, args, kwargs, node.meta.get("val")) or 0
     except (TypeError, AssertionError, RuntimeError):
         return 0
 

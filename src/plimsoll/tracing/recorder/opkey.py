@@ -13,11 +13,11 @@ import re
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import flop_registry
 
 from plimsoll.artifacts.trace import OpSpec
 from plimsoll.tracing.recorder.calling import flat_tensors
 from plimsoll.tracing.recorder.collectives import argument_names, group_arguments, group_text
+from plimsoll.tracing.recorder.flops import count_flops
 
 _LONGEST_KEY = 512
 _ANY_FRACTION = frozenset(
@@ -108,30 +108,8 @@ def cost_key(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[st
     return f"{text[: _LONGEST_KEY // 2]}…{hashlib.sha256(text.encode()).hexdigest()[:16]})"
 
 
-def _grouped_flops(rows: torch.Tensor, weights: torch.Tensor) -> int:
-    """Return the FLOPs of a grouped product, because torch lacks a formula. Each of ``rows`` is multiplied with the weights of
-    one group.
-    """
-    groups = rows.shape[0] if rows.dim() == weights.dim() == 3 else 1
-    return 2 * groups * rows.shape[-2] * rows.shape[-1] * weights.shape[-1]
-
-
-def _with_equal_heads(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the arguments of an attention op with shapes in place of tensors. In these shapes, keys and values have as many
-    heads as queries.
-
-    They are for torch's FLOP formulas, which accept a shape instead of a tensor. Before 2.13, these formulas do not support
-    grouped queries.
-    """
-    heads = max((arg.shape[1] for arg in args if isinstance(arg, torch.Tensor) and arg.dim() == 4), default=0)
-    return tuple(
-        torch.Size((arg.shape[0], heads, *arg.shape[2:])) if isinstance(arg, torch.Tensor) and arg.dim() == 4 else arg
-        for arg in args
-    )
-
-
 def op_spec(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> OpSpec:
-    """Return the FLOPs of an op (by torch's formulas) and the bytes that it moves (each tensor is read or written once).
+    """Return the FLOPs of an op (by a formula) and the bytes that it moves (each tensor is read or written once).
 
     An op without a formula counts one operation per element that it makes or updates. That is too few for fused optimizers, but
     their bytes take longer anyway. A collective counts 0 FLOPs and the size of the whole tensor, and has the group that it runs
@@ -141,19 +119,13 @@ def op_spec(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str
     outputs = flat_tensors(out) if func._schema.returns else _updated(func, args, kwargs)
     if func.namespace == _COLLECTIVES:
         return _collective_spec(func, args, kwargs, inputs + outputs)
-    count = flop_registry.get(func._overloadpacket)
     is_attention = op_name(func).startswith("_scaled_dot_product")
-    if func is torch.ops.aten._grouped_mm.default:
-        flops = _grouped_flops(args[0], args[1])
-    elif count is not None:
-        flops = int(count(*(_with_equal_heads(args) if is_attention else args), **kwargs, out_val=out))
-    else:
-        flops = sum(math.prod(tensor.shape) for tensor in outputs)
+    flops = count_flops(func, args, kwargs, out)
     moved = sum(math.prod(tensor.shape) * tensor.element_size() for tensor in inputs + outputs)
     floats = [tensor.dtype for tensor in inputs + outputs if tensor.dtype.is_floating_point]
     return OpSpec(
         name=op_name(func),
-        flops=flops,
+        flops=sum(math.prod(tensor.shape) for tensor in outputs) if flops is None else flops,
         moved_bytes=moved,
         dtype=dtype_name(floats[0]) if floats else "i64",
         product=_product(op_name(func), args),
