@@ -13,6 +13,7 @@ import plimsoll
 from plimsoll.artifacts.job import Layout, ModelFacts
 from plimsoll.artifacts.store import load_any
 from plimsoll.errors import InvalidLayout
+from plimsoll.estimator.estimate_job import EstimateJob
 from plimsoll.estimator.layout_search import LayoutSearch
 from plimsoll.estimator.layout_space import LayoutSpace
 from plimsoll.estimator.lowering import SwitchFigures
@@ -98,6 +99,22 @@ class _Job:
         factor = 1.0 if strategy == "none" or kept <= budget_bytes else 1.3 if strategy == "full" else 1.2
         return SwitchFigures(peak, seconds * factor)
 
+    def least_seconds(self) -> float:
+        return 1 + self.layout.tp / 10 + self.layout.pp / 20
+
+
+class _Gathering(_Job):
+    """A job that only data parallelism shards: it gathers for long, once per micro-batch, and computes the fastest."""
+
+    def measure(self, strategy: str) -> SwitchFigures:
+        self.measured.append((self.layout, strategy))
+        return SwitchFigures(
+            1, self.least_seconds() + self.layout.micro_batches * (0.1 if self.layout.zero == 3 else 0.001)
+        )
+
+    def least_seconds(self) -> float:
+        return (1.0 if self.layout.zero == 3 else 1.2) + 0.1 * (self.layout.tp + self.layout.pp)
+
 
 @pytest.mark.parametrize("budget_bytes", [20, 60, 150, 1000])
 def test_the_search_finds_what_planning_everything_finds(budget_bytes: int):
@@ -115,10 +132,49 @@ def test_the_search_finds_what_planning_everything_finds(budget_bytes: int):
     assert choices[0].peak_bytes <= budget_bytes
     assert choices[0].layout == job.layout
     assert [each.step_seconds for each in choices] == sorted(each.step_seconds for each in choices)
-    assert planned < len(every)
+    assert planned < sum(len(list(wanted.layouts(1 << power, LLAMA))) for power in range(7)) / 2
     if budget_bytes == 1000:
         assert planned == 0
         assert choices[0].batch > 1, "fixed costs are spread over more samples"
+
+
+def test_a_layout_that_is_slow_with_one_sample_is_found_with_several():
+    def make(layout: Layout, batch: int) -> Any:
+        return _Gathering(layout, batch, 1000)
+
+    _Job.measured.clear()
+    wanted = space("ranks=8,samples=64")
+    job, choices = LayoutSearch(wanted, make, "none", LLAMA).run(None)
+    at_first = sorted(
+        (_Gathering(layout, 1, 1000).measure("none").step_seconds, str(layout)) for layout in wanted.layouts(1, LLAMA)
+    )
+    assert "zero=3" not in "".join(layout for _, layout in at_first[:2])
+    assert (job.layout.dp, job.layout.zero, choices[0].batch) == (8, 3, 8)
+    larger = [layout for layout, _ in _Job.measured if layout.dp * layout.micro_batches < 64]
+    assert larger
+    assert all(layout.tp == layout.pp == 1 for layout in larger), "the others' bounds are too slow from the start"
+
+
+@pytest.mark.parametrize("layout", ["dp=8,zero=3", "dp=8,zero=1", "pp=2"])
+def test_the_bound_of_larger_micro_batches_holds_and_is_close(layout: str, monkeypatch: pytest.MonkeyPatch):
+    bounds = []
+
+    def spy(job: EstimateJob, *given: Any) -> Any:
+        bounds.append(job.least_seconds())
+        return run(job, *given)
+
+    run = EstimateJob.run
+    monkeypatch.setattr(EstimateJob, "run", spy)
+    with torch.device("meta"):
+        model = nn.Sequential(*[nn.Sequential(nn.Linear(4096, 4096), nn.GELU()) for _ in range(4)])
+    steps = []
+    for rows in (512, 4096):
+        batch = torch.ones(rows, 4096, device="meta")
+        how: dict[str, Any] = {"device": "H100", "layout": f"{layout},micro-batches={32768 // rows}"}
+        steps.append(plimsoll.estimate(model, batch, loss=torch.sum, **how).throughput.step_seconds)
+    assert 0.8 * min(steps) < bounds[0] < min(steps)
+    assert bounds[1] < steps[1]
+    assert (steps[1] < steps[0]) == ("dp" in layout), "a pipeline idles longer with fewer micro-batches"
 
 
 def test_an_estimate_of_a_space_is_that_of_its_fastest_layout(tmp_path: Path):

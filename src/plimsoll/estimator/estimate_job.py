@@ -19,12 +19,13 @@ from plimsoll.artifacts.costs import Basis
 from plimsoll.artifacts.estimate import Estimate, StageEstimate, StageSeconds, SwitchSetting, Throughput
 from plimsoll.artifacts.memory_use import AllocatorUse
 from plimsoll.artifacts.naming import compress_names
-from plimsoll.artifacts.trace import Trace, runs_gpu_kernels
+from plimsoll.artifacts.trace import Phase, Trace, runs_gpu_kernels
 from plimsoll.errors import InvalidLayout, InvalidOption
 from plimsoll.estimator.allocator_sim.allocator import AllocatorSettings, simulate_allocator
 from plimsoll.estimator.budget import RankMemory, budget_items, framework_items, kernel_items
 from plimsoll.estimator.lowering import SwitchFigures, lower
 from plimsoll.estimator.parallelism.layouts import layout_notes
+from plimsoll.estimator.parallelism.least_seconds import least_seconds
 from plimsoll.estimator.parallelism.members import stage_counts
 from plimsoll.estimator.parallelism.rank import PARTLY_SHARDED, sharding_notes
 from plimsoll.estimator.parallelism.stages import split_stages
@@ -36,7 +37,7 @@ from plimsoll.estimator.pipeline_schedule.timeline import (
     simulate_pipeline,
 )
 from plimsoll.estimator.rank_estimates import Decided, KnownChoices, Rank, StageOfRank, decide_rank
-from plimsoll.estimator.setting import Setting
+from plimsoll.estimator.setting import AUTO, Setting
 from plimsoll.estimator.setting_checks import check_setting
 from plimsoll.estimator.switches import SwitchedModel
 from plimsoll.estimator.trace_cache import TracedTarget
@@ -79,6 +80,7 @@ class EstimateJob:
         self.trace = trace
         self.layout = setting.layout
         self.orders = pipeline_orders(self.layout)
+        self._planned: list[Rank] | None = None
 
     def run(self, target: str, trace_seconds: float, started: float) -> Estimate:
         """Decide what every rank keeps and recomputes, simulate the pipeline, and return the estimate."""
@@ -117,6 +119,28 @@ class EstimateJob:
         return SwitchFigures(
             max(rank.peak_bytes for rank in ranks), self._timed(ranks)[1], max(rank.host_bytes for rank in ranks)
         )
+
+    def least_seconds(self) -> float:
+        """Return a lower bound of the step's seconds under this layout with any larger micro-batch, for the same samples.
+
+        The pipeline is simulated with as many micro-batches as now: with fewer, ranks idle longer.
+        """
+        device, layout = self.setting.device, self.layout
+        seconds: list[ActionSeconds] = []
+        for number in range(layout.stages):
+            stage = self.stages_of_ranks[number % layout.pp][number // layout.pp]
+            least = least_seconds(stage.trace, device, layout)
+            own = stage.seconds
+            of_weights = least[Phase.BACKWARD] * (own.weight_gradient_seconds / (own.backward_seconds or 1.0))
+            seconds.append(
+                ActionSeconds(
+                    forward_seconds=least[Phase.FORWARD],
+                    input_gradient_seconds=least[Phase.BACKWARD] - of_weights,
+                    weight_gradient_seconds=of_weights,
+                )
+            )
+        after = max(sum(stage.overlap.optimizer_seconds for stage in stages) for stages in self.stages_of_ranks)
+        return simulate_pipeline(self.orders, seconds).step_seconds + after
 
     def measure_rank(self, decide: Callable[[StageOfRank], Simulation]) -> tuple[StageEstimate, int]:
         """Estimate the only rank of the job under the decisions of a function, which simulates the rank's stage.
@@ -177,12 +201,16 @@ class EstimateJob:
         With virtual stages this happens twice: the first result says how many bytes each stage's micro-batches hold, which
         ``_weighed`` needs.
         """
+        if strategy == AUTO and self._planned is not None:
+            return self._planned
         known: KnownChoices = {}
         setting = replace(self.setting, strategy=strategy, sending=sending)
         ranks = [decide_rank(stages, setting, known) for stages in self.stages_of_ranks]
-        if self.layout.virtual_stages == 1:
-            return ranks
-        return [decide_rank(stages, setting, known) for stages in self._weighed(ranks)]
+        if self.layout.virtual_stages > 1:
+            ranks = [decide_rank(stages, setting, known) for stages in self._weighed(ranks)]
+        if strategy == AUTO:  # a search plans the fastest layout before ``run`` asks for it again
+            self._planned = ranks
+        return ranks
 
     def _weighed(self, ranks: list[Rank]) -> Iterator[list[StageOfRank]]:
         """Yield, for each rank, its stages with ``in_flight`` set: how many micro-batches of a stage wait for their backward at

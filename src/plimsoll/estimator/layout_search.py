@@ -3,7 +3,11 @@
 ``ranks=64,samples=512`` leaves the rest open: tensor, pipeline and expert parallelism, how much ZeRO shards, and the
 micro-batch. Each layout is estimated twice. The estimate with everything kept is an upper bound of the speed of all plans. The
 estimate with everything recomputed says whether any plan can fit. Plans are solved only for layouts that could be the fastest,
-the most promising first. The micro-batch of the fastest layouts is doubled as long as that makes a step faster.
+the most promising first.
+
+Then micro-batches are doubled. A larger micro-batch gathers parameters and launches kernels less often, so it changes which
+layout is the fastest. Each layout has a lower bound of its seconds with larger micro-batches. Layouts are doubled in the order
+of these bounds, until all bounds are above the fastest step.
 
 Known weakness: schedules are 1F1B, and context parallelism is off, unless they are given. The comparison depends on links and
 rates that may be off by 30%: the first few layouts of the list are each worth a try.
@@ -11,6 +15,7 @@ rates that may be off by 30%: the first few layouts of the list are each worth a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
@@ -25,18 +30,18 @@ from plimsoll.estimator.layout_space import LayoutSpace
 from plimsoll.estimator.setting import AUTO, EVERYTHING, NOTHING
 
 _LARGEST_BATCH = 64
-_DOUBLED = 2
-"""The number of fastest layouts that are also tried with twice the micro-batch."""
+_WORTH_TRYING = 0.99
+"""A larger micro-batch is tried if its lower bound is below this share of the fastest step. Each try may take another trace."""
 _SHOWN = 8
 MakeJob = Callable[[Layout, int], EstimateJob]
 
 
 @dataclass(slots=True)
 class _Tried:
-    """One layout that was tried, as data: its job, its peak and seconds, and the lowest peak that any plan for it reaches
-    (``floor_bytes``).
+    """One layout that was tried, as data: its job, its peak and seconds, the lowest peak that any plan for it reaches
+    (``floor_bytes``), and a lower bound of its seconds with larger micro-batches (``least_seconds``).
 
-    Peak and seconds are those with everything kept, until a plan is solved.
+    Peak and seconds are those with everything kept, until a plan is solved. ``kept_seconds`` stays.
     """
 
     job: EstimateJob
@@ -45,6 +50,8 @@ class _Tried:
     peak_bytes: int
     seconds: float
     floor_bytes: int
+    kept_seconds: float
+    least_seconds: float
 
     @property
     def budget_bytes(self) -> int:
@@ -98,14 +105,8 @@ class LayoutSearch:
                 next="change ranks= or samples=, or fix fewer degrees",
             )
         self._settle(tried)
-        while batch is None and first < _LARGEST_BATCH:
-            first *= 2
-            fastest = [each.job.layout for each in self._fastest()[:_DOUBLED]]
-            wider = [each for layout in fastest if (each := self._doubled(layout, first)) is not None]
-            before = self._fastest()[:1]
-            self._settle(wider)
-            if self._fastest()[:1] == before:
-                break
+        if batch is None:
+            self._enlarge(tried)
         found = self._fastest() or sorted(self._unfit, key=lambda each: each.floor_bytes)
         best = found[0]
         best.job.setting = replace(best.job.setting, strategy=best.strategy)
@@ -134,11 +135,29 @@ class LayoutSearch:
         # Some models cannot be checked from the layout alone, such as the heads of a function's model, or adapters.
         except PlimsollError:
             return None
-        return _Tried(job, batch, named, peak_bytes, seconds, floor_bytes)
+        return _Tried(job, batch, named, peak_bytes, seconds, floor_bytes, seconds, job.least_seconds())
+
+    def _enlarge(self, tried: list[_Tried]) -> None:
+        """Double the micro-batches of all layouts that could become the fastest, in the order of their bounds.
+
+        A layout is not doubled further if a step then takes longer, or if no plan for it can fit.
+        """
+        waiting = list(tried)
+        while waiting:
+            each = min(waiting, key=lambda each: each.least_seconds)
+            waiting.remove(each)
+            fastest = min((known.seconds for known in self._settled), default=math.inf)
+            if each.floor_bytes > each.budget_bytes or each.least_seconds >= _WORTH_TRYING * fastest:
+                continue
+            self._tell(f"micro-batches of {2 * each.batch}: {each.job.layout}", 0.9)
+            larger = self._doubled(each.job.layout, 2 * each.batch)
+            if larger is not None:
+                self._settle([larger])
+                waiting += [larger] if larger.kept_seconds < each.kept_seconds else []
 
     def _doubled(self, layout: Layout, batch: int) -> _Tried | None:
         count, rest = divmod(self._space.samples, layout.dp * batch)
-        if rest or not count or "micro-batches" in self._space.given:
+        if batch > _LARGEST_BATCH or rest or not count or "micro-batches" in self._space.given:
             return None
         return self._try(msgspec.structs.replace(layout, micro_batches=count), batch)
 
