@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -136,6 +137,38 @@ def test_the_search_finds_what_planning_everything_finds(budget_bytes: int):
     if budget_bytes == 1000:
         assert planned == 0
         assert choices[0].batch > 1, "fixed costs are spread over more samples"
+
+
+class _Uncertain(_Job):
+    """A job whose whole memory is 1.1 times its tensors and may be a fifth more. The device has 60 bytes."""
+
+    def measure_device(self, strategy: str) -> tuple[int, int]:
+        peak_bytes = self.measure(strategy).peak_bytes
+        return round(1.1 * peak_bytes), round(0.2 * peak_bytes)
+
+    def within(self, budget_bytes: int) -> _Uncertain:
+        other = _Uncertain(self.layout, self.batch, budget_bytes)
+        other.setting = replace(self.setting, budget_bytes=budget_bytes)
+        return other
+
+
+def test_what_a_search_recommends_fits_the_device_with_its_error():
+    def make(layout: Layout, batch: int) -> Any:
+        job = _Uncertain(layout, batch, 90)
+        job.setting = replace(job.setting, device=replace(job.setting.device, memory_bytes=60))
+        return job
+
+    wanted = space("ranks=8,samples=64")
+    edge = LayoutSearch(wanted, make, "auto", LLAMA).run(None)[1][0]
+    assert 1.3 * edge.peak_bytes > 60
+    job, choices = LayoutSearch(wanted, make, "auto", LLAMA, is_for_device=True).run(None)
+    best = choices[0]
+    assert best.layout == job.layout
+    assert 1.3 * best.peak_bytes <= 60
+    faster = [each for each in choices if each.step_seconds < best.step_seconds]
+    assert faster
+    assert all(each.is_too_close for each in faster)
+    assert not best.is_too_close
 
 
 def test_a_layout_that_is_slow_with_one_sample_is_found_with_several():

@@ -134,6 +134,8 @@ class SwitchSetting(msgspec.Struct, frozen=True, kw_only=True):
     peak_bytes: int
     """The peak, in bytes, of the tensors on the rank that has the highest peak."""
     step_seconds: float
+    is_too_close: bool = False
+    """Whether the whole memory of a rank, with its error, is known to exceed the device."""
     host_bytes: int = 0
     """The bytes of offloaded tensors on the host, for the rank that offloads the most."""
 
@@ -147,6 +149,8 @@ class LayoutChoice(msgspec.Struct, frozen=True, kw_only=True):
     peak_bytes: int
     """The peak, in bytes, of the tensors on the rank that has the highest peak."""
     step_seconds: float
+    is_too_close: bool = False
+    """Whether the whole memory of a rank, with its error, is known to exceed the device."""
 
 
 class MeasuredFigure(msgspec.Struct, frozen=True, kw_only=True):

@@ -135,7 +135,7 @@ def estimate(
 
     setting = setting if export is None else _without_strategy(setting, export, strategy)
     asked_first = _request(target, batch, sequence, loss, setting)
-    job, layouts = _search(space, make, asked_first, batch, setting, part_of(report, 0.0, 0.9))
+    job, layouts = _search(space, make, asked_first, batch, setting, part_of(report, 0.0, 0.9), budget)
     trace_seconds = time.monotonic() - started
     report("simulating every rank", 0.9)
     job, switches = job.lower(export)
@@ -146,21 +146,29 @@ def estimate(
 
 
 def _search(
-    space: LayoutSpace | None, make: MakeJob, first: TraceRequest, batch: Any, setting: Setting, progress: Progress
+    space: LayoutSpace | None,
+    make: MakeJob,
+    first: TraceRequest,
+    batch: Any,
+    setting: Setting,
+    progress: Progress,
+    budget: int | str | None,
 ) -> tuple[EstimateJob, tuple[LayoutChoice, ...]]:
     """Return the estimate's job, and the fastest layouts in order. The job is for the given layout, or for the fastest layout
     of ``space``. Without a space the list of layouts is empty.
 
-    A target that is a function or a model brings its own batch, which does not change from layout to layout.
+    A target that is a function or a model brings its own batch, which does not change from layout to layout. If ``budget`` is
+    the device's memory, the layout must fit it together with its error.
     """
     if space is None:
         return make(setting.layout, batch), ()
-    strategy = setting.strategy
+    strategy, is_for_device = setting.strategy, budget == AUTO
     facts = target_facts(first) if isinstance(first.target, str) else None
     if facts is not None:
-        return LayoutSearch(space, make, strategy, facts).run(batch, progress)
+        return LayoutSearch(space, make, strategy, facts, is_for_device=is_for_device).run(batch, progress)
     facts = make(Layout(), batch).facts
-    return LayoutSearch(space, lambda at, _: make(at, batch), strategy, facts).run(facts.batch, progress)
+    search = LayoutSearch(space, lambda at, _: make(at, batch), strategy, facts, is_for_device=is_for_device)
+    return search.run(facts.batch, progress)
 
 
 def _question(target: str | torch.nn.Module, setting: Setting, **sizes: Any) -> dict[str, Any] | None:

@@ -120,6 +120,24 @@ class EstimateJob:
             max(rank.peak_bytes for rank in ranks), self._timed(ranks)[1], max(rank.host_bytes for rank in ranks)
         )
 
+    def measure_device(self, strategy: str) -> tuple[int, int]:
+        """Return the memory that the fullest rank needs under a strategy, with framework and allocator, and its error, both in
+        bytes.
+        """
+        ranks = self._decided(strategy, None)
+        timeline = self._timed(ranks)[0]
+        tightest = max(
+            (self._stage(position, rank, timeline) for position, rank in enumerate(ranks)),
+            key=lambda stage: stage.total_bytes,
+        )
+        return tightest.total_bytes, tightest.error_bytes
+
+    def within(self, budget_bytes: int) -> EstimateJob:
+        """Return the same job under another budget. It shares the stages, which do not depend on the budget."""
+        other = EstimateJob(replace(self.setting, budget_bytes=budget_bytes), self.traced, self.trace)
+        other.__dict__["stages_of_ranks"] = self.stages_of_ranks
+        return other
+
     def least_seconds(self) -> float:
         """Return a lower bound of the step's seconds under this layout with any larger micro-batch, for the same samples.
 

@@ -9,6 +9,9 @@ Then micro-batches are doubled. A larger micro-batch gathers parameters and laun
 layout is the fastest. Each layout has a lower bound of its seconds with larger micro-batches. Layouts are doubled in the order
 of these bounds, until all bounds are above the fastest step.
 
+If the budget is the device's own memory, the result must fit the device together with its error. The fastest layout that does
+not is planned again for less, and stays in the list as the edge.
+
 Known weakness: schedules are 1F1B, and context parallelism is off, unless they are given. The comparison depends on links and
 rates that may be off by 30%: the first few layouts of the list are each worth a try.
 """
@@ -33,6 +36,8 @@ _LARGEST_BATCH = 64
 _WORTH_TRYING = 0.99
 """A larger micro-batch is tried if its lower bound is below this share of the fastest step. Each try may take another trace."""
 _SHOWN = 8
+_MOST_CHECKS = 16
+"""The number of layouts, or of smaller budgets for the same layout, whose whole memory is compared with the device."""
 MakeJob = Callable[[Layout, int], EstimateJob]
 
 
@@ -52,6 +57,7 @@ class _Tried:
     floor_bytes: int
     kept_seconds: float
     least_seconds: float
+    fits_device: bool | None = None
 
     @property
     def budget_bytes(self) -> int:
@@ -70,6 +76,7 @@ class _Tried:
             strategy=self.strategy,
             peak_bytes=self.peak_bytes,
             step_seconds=self.seconds,
+            is_too_close=self.fits_device is False,
         )
 
 
@@ -78,8 +85,11 @@ class LayoutSearch:
     size.
     """
 
-    def __init__(self, space: LayoutSpace, make: MakeJob, strategy: str, facts: ModelFacts) -> None:
+    def __init__(
+        self, space: LayoutSpace, make: MakeJob, strategy: str, facts: ModelFacts, *, is_for_device: bool = False
+    ) -> None:
         self._space = space
+        self._is_for_device = is_for_device
         self._make = make
         self._strategy = strategy
         self._facts = facts
@@ -107,12 +117,16 @@ class LayoutSearch:
         self._settle(tried)
         if batch is None:
             self._enlarge(tried)
+        if self._is_for_device:
+            self._leave_room_for_errors()
         found = self._fastest() or sorted(self._unfit, key=lambda each: each.floor_bytes)
-        best = found[0]
+        best = next((each for each in found if each.fits_device), found[0])
+        found = [best, *(each for each in found if each is not best)]
         best.job.setting = replace(best.job.setting, strategy=best.strategy)
-        shown: dict[Layout, LayoutChoice] = {}
-        for each in found:  # list every layout once, with its best micro-batch
-            shown.setdefault(msgspec.structs.replace(each.job.layout, micro_batches=1), each.choice)
+        shown: dict[tuple[Layout, bool], LayoutChoice] = {}
+        for each in found:  # list every layout once, with its best micro-batch, and once more if that is too close
+            alone = msgspec.structs.replace(each.job.layout, micro_batches=1)
+            shown.setdefault((alone, each.fits_device is False), each.choice)
         return best.job, tuple(shown.values())[:_SHOWN]
 
     def _layouts(self, batch: int) -> Iterator[Layout]:
@@ -176,6 +190,36 @@ class LayoutSearch:
                 each.peak_bytes, each.seconds = figures.peak_bytes, figures.step_seconds
                 each.strategy = AUTO
                 (self._settled if each.does_fit else self._unfit).append(each)
+
+    def _leave_room_for_errors(self) -> None:
+        """Find the fastest layout whose whole memory, with its error, is within the device. Set ``fits_device`` of each layout
+        that is checked.
+
+        A planned layout that does not fit for sure is planned again, for the share of its bytes that would.
+        """
+        for _ in range(_MOST_CHECKS):
+            each = next((one for one in self._fastest() if one.fits_device is not False), None)
+            if each is None or each.fits_device:
+                return
+            self._tell(f"checking {each.job.layout}", 0.95)
+            total_bytes, error_bytes = each.job.measure_device(each.strategy)
+            device_bytes = each.job.setting.device.memory_bytes
+            each.fits_device = total_bytes + error_bytes <= device_bytes
+            budget_bytes = int(each.peak_bytes * device_bytes / (total_bytes + error_bytes))
+            if not each.fits_device and self._strategy == AUTO and each.floor_bytes <= budget_bytes:
+                job = each.job.within(budget_bytes)
+                figures = job.measure(AUTO)
+                tighter = _Tried(
+                    job=job,
+                    batch=each.batch,
+                    strategy=AUTO,
+                    peak_bytes=figures.peak_bytes,
+                    seconds=figures.step_seconds,
+                    floor_bytes=each.floor_bytes,
+                    kept_seconds=each.kept_seconds,
+                    least_seconds=each.least_seconds,
+                )
+                self._settled += [tighter] if tighter.does_fit else []
 
     def _fastest(self) -> list[_Tried]:
         return sorted(self._settled, key=lambda each: each.seconds)

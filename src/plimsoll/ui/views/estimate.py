@@ -176,7 +176,8 @@ def _layouts(estimate: Estimate) -> Table:
             str(each.batch),
             format_bytes(each.peak_bytes),
             format_seconds(each.step_seconds),
-            "planned" if each.strategy == "auto" else "keep all" if each.strategy == "none" else each.strategy,
+            ("planned" if each.strategy == "auto" else "keep all" if each.strategy == "none" else each.strategy)
+            + (", too close to call" if each.is_too_close else ""),
         )
         for each in estimate.layouts
     ]
