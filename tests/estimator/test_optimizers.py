@@ -169,6 +169,16 @@ def test_lion_keeps_one_moment_and_makes_two_copies_of_one_parameter():
     assert use.temporary_bytes == 2 * 4000
 
 
+def test_lamb_has_two_moments_and_makes_its_update_in_the_gradients_place():
+    weight = TraceParameter(name="w", shape=(64, 32), dtype="f32", bytes=8192, storage=0)
+    use = optimizer_use("FusedLAMB", [weight])
+    assert use.name == "lamb"
+    assert use.form is StepForm.FUSED
+    assert (use.total_state_bytes, use.temporary_bytes) == (2 * 8192, 0)
+    # Gradients read for their norm; four read and three written for the update; both norms; weights and updates to new weights.
+    assert use.moved_bytes == (1 + 7 + 2 + 3) * 8192
+
+
 def test_muon_leaves_embeddings_heads_and_vectors_to_adamw():
     module = nn.ModuleDict({"embed_tokens": nn.Embedding(50, 8), "up": nn.Linear(8, 16), "lm_head": nn.Linear(8, 50)})
     use = optimizer_use("muon", described(module))

@@ -137,6 +137,20 @@ def known_optimizers() -> tuple[str, ...]:
     return tuple(recipe.name for recipe in _RECIPES)
 
 
+def has_fused_form(name: str) -> bool:
+    """Whether an optimizer can run its step in one kernel per parameter, under a name that leaves the form open or names it.
+
+    Example:
+        >>> [has_fused_form(name) for name in ("adamw", "adamw-foreach", "lion")]
+        [True, False, False]
+
+    Raises:
+        UnknownOptimizer: the catalogue does not have it.
+    """
+    recipe, named_form = _find(name)
+    return StepForm.FUSED in recipe.steps and named_form in (None, StepForm.FUSED)
+
+
 def _find(name: str) -> tuple[_Recipe, StepForm | None]:
     key = _key(name)
     found = _BY_KEY.get(key)
@@ -338,6 +352,15 @@ _RECIPES = (
         state_bytes=lambda each: each.bytes,
         has_counters=False,
         notes=("as in lion-pytorch",),
+    ),
+    _Recipe(
+        name="lamb",
+        steps={StepForm.FUSED: OptimizerStep(13, 12)},
+        state_bytes=lambda each: 2 * each.bytes,
+        has_counters=False,
+        basis=Basis.MODELLED,
+        aliases=("fusedlamb",),
+        notes=("as apex's FusedLAMB: the update takes the gradient's memory",),
     ),
     _Recipe(name="rmsprop", steps=steps.RMSPROP, state_bytes=lambda each: each.bytes),
     _Recipe(name="adagrad", steps=steps.ADAGRAD, state_bytes=lambda each: each.bytes),

@@ -11,7 +11,7 @@ from plimsoll.artifacts.job import Layout, Precision, Techniques
 from plimsoll.artifacts.memory_use import OptimizerUse, StepForm
 from plimsoll.artifacts.trace import TraceParameter
 from plimsoll.estimator.budget import has_caching_allocator
-from plimsoll.estimator.optimizers import optimizer_use
+from plimsoll.estimator.optimizers import has_fused_form, optimizer_use
 from plimsoll.estimator.parallelism.units import HeldTypes, in_f32
 from plimsoll.planning.costing.devices import Device
 from plimsoll.planning.sending import Sending
@@ -91,7 +91,18 @@ def optimizer_of(setting: Setting, parameters: Sequence[TraceParameter]) -> Opti
     if is_early and parameters:  # one optimizer per parameter: its temporaries are freed before the next one steps
         alone = use([max(parameters, key=lambda parameter: parameter.bytes * parameter.is_trainable)])
         found = replace(found, temporaries=alone.temporaries)
-    return _on_host(found, parameters, setting.held) if "optimizer" in setting.how.on_host else found
+    if "optimizer" not in setting.how.on_host:
+        return found
+    if has_fused_form(setting.optimizer):  # as DeepSpeed's CPU Adam and torchao's CPUOffloadOptimizer run it
+        fused = optimizer_use(
+            setting.optimizer,
+            parameters,
+            form=StepForm.FUSED,
+            has_master_weights=setting.has_master_weights,
+            gradient_item_bytes=4 if setting.held.gradients else 0,
+        )
+        found = replace(found, moved_bytes=fused.moved_bytes)
+    return _on_host(found, parameters, setting.held)
 
 
 def _on_host(use: OptimizerUse, parameters: Sequence[TraceParameter], held: HeldTypes) -> OptimizerUse:

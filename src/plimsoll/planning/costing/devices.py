@@ -45,8 +45,9 @@ class Device:
     delivered; both are 0 if not known.
 
     Links are per direction and device: ``link_bytes_per_second`` to the other devices of a node (0 for a single device),
-    ``network_bytes_per_second`` to other nodes, ``host_link_bytes_per_second`` to the host's memory. ``aliases`` are other
-    names that drivers and people use.
+    ``network_bytes_per_second`` to other nodes, ``host_link_bytes_per_second`` to the host's memory.
+    ``host_bandwidth_bytes_per_second`` is the bandwidth of the memory of a node's host, all its ``host_sockets``
+    together; by default that of eight channels of DDR4-3200. ``aliases`` are other names that drivers and people use.
     """
 
     name: str
@@ -66,6 +67,8 @@ class Device:
     ranks_per_node: int = 8
     achieved_link: float = 0.8
     host_link_bytes_per_second: float = 0.0
+    host_bandwidth_bytes_per_second: float = 204.8e9
+    host_sockets: int = 2
     aliases: tuple[str, ...] = ()
     is_corrected: bool = False
     achieved_in: Mapping[str, tuple[float, float]] = field(default_factory=dict)
@@ -228,6 +231,11 @@ def _device(name: str, table: dict[str, Any]) -> Device:
         link_bytes_per_second=table.pop("link_gigabytes_per_second") * _GIGA,
         network_bytes_per_second=table.pop("network_gigabits_per_second") / 8 * _GIGA,
         host_link_bytes_per_second=table.pop("host_link_gigabytes_per_second", 0) * _GIGA,
+        **(
+            {"host_bandwidth_bytes_per_second": table.pop("host_memory_gigabytes_per_second") * _GIGA}
+            if "host_memory_gigabytes_per_second" in table
+            else {}
+        ),
         achieved_in={year: (shares[0], shares[1]) for year, shares in table.pop("achieved_in", {}).items()},
         **table,
     )

@@ -18,7 +18,8 @@ HOST, HOST_COPY, HOST_STEP = "host", "host_copy", "host_step"
 """Names in traces of work on the host. ``host`` is the group of such ops. Its ops are ``host_copy``, a copy between device and
 host, and ``host_step``, an optimizer's step on the host."""
 HOST_LINK_SHARE = 0.8
-_HOST_STEP_BYTES_PER_SECOND = 56e9
+_HOST_STEP_SHARE = 0.44
+"""The share of the host's memory bandwidth that a vectorised, threaded optimizer step reaches: 56 of 128 GB/s."""
 _LEAST_SENT_BYTES = MIB
 """Values with fewer bytes than this are not offloaded, because they are not worth a transfer."""
 
@@ -53,15 +54,20 @@ def host_link(device: Device) -> LinkCost:
 def host_seconds(spec: OpSpec, device: Device, layout: Layout | None) -> float:
     """Return the seconds of a copy between device and host, or of an optimizer's step on the host for all ranks of a node.
 
-    Source: Ren et al. 2021 (ZeRO-Offload), table 4: about half a second for a billion parameters, that is 56 GB/s for 28
-    bytes per parameter.
+    The step is bound by the host's memory, which the processes of a node share. One process uses the memory of one socket.
+
+    Source: Ren et al. 2021 (ZeRO-Offload), table 4: about half a second for a billion parameters. That is 56 GB/s for 28 bytes
+    per parameter, on a socket with six channels of DDR4-2666 (128 GB/s). Known weakness: a loop over parameters in eager
+    torch, or an optimizer that is not vectorised, takes several times as long.
 
     Raises:
         InvalidLayout: the catalogue does not list a host link for this device.
     """
     if spec.name == HOST_STEP:
         ranks = min(1 if layout is None else layout.ranks, device.ranks_per_node)
-        return spec.moved_bytes * ranks / _HOST_STEP_BYTES_PER_SECOND
+        used = min(1.0, ranks / device.host_sockets)
+        speed = device.host_bandwidth_bytes_per_second * used * _HOST_STEP_SHARE
+        return spec.moved_bytes * ranks / speed
     link = host_link(device)
     return spec.moved_bytes / link.in_bytes_per_second + link.latency_seconds
 
