@@ -281,14 +281,20 @@ _HOPPER = _Figures(
     channels_error=0.6,
     channels_source=_NVLINK,
 )
+_DESKTOP_AMPERE = replace(_AMPERE, channels=4, channels_error=1.0, channels_source=_PCIE)
+_BEFORE_AMPERE = replace(_DESKTOP_AMPERE, context_error=0.6)
 _FIGURES = {
+    **dict.fromkeys(("RTX-3060", "A10G", "RTX-A4000", "RTX-A5000"), _DESKTOP_AMPERE),
+    **dict.fromkeys(("RTX-4060-Ti", "RTX-4070", "RTX-4070-Ti-SUPER", "RTX-4080", "L4"), _ADA),
+    **dict.fromkeys(("Titan-RTX", "T4", "P100"), _BEFORE_AMPERE),
+    "RTX-5080": replace(_ADA, context_error=0.6),
     "V100-16GB": replace(_AMPERE, context_error=0.6),
     "V100-32GB": replace(_AMPERE, context_error=0.6),
-    "RTX-3090": replace(_AMPERE, channels=4, channels_error=1.0, channels_source=_PCIE),
-    "RTX-A6000": replace(_AMPERE, channels=4, channels_error=1.0, channels_source=_PCIE),
+    "RTX-3090": _DESKTOP_AMPERE,
+    "RTX-A6000": _DESKTOP_AMPERE,
     "A100-40GB": _AMPERE,
     "A100-80GB": _AMPERE,
-    "A100-80GB-PCIe": replace(_AMPERE, channels=4, channels_error=1.0, channels_source=_PCIE),
+    "A100-80GB-PCIe": _DESKTOP_AMPERE,
     "H100-SXM": _HOPPER,
     "H100-96GB": _HOPPER,
     "H100-PCIe": replace(_HOPPER, channels=4, channels_error=1.0, channels_source=_PCIE),
@@ -328,6 +334,8 @@ def framework_items(device: Device, layout: Layout, token_bytes: int = 0) -> tup
         return ()
     groups = _groups(layout)
     figures = _FIGURES.get(device.name.partition("@")[0])
+    if figures is None and device.is_described:
+        figures = replace(_BEFORE_AMPERE, context_error=1.0)
     if figures is None:
         note = (
             f"not measured for {device.name}: on that device, subtract torch's reserved bytes from the driver's count"

@@ -461,7 +461,7 @@ class EstimateJob:
                 f"computing logits and loss in chunks (plimsoll.chunked.chunk_loss) would save "
                 f"{format_bytes(head.peak_bytes - chunked)} of {format_bytes(ranks[-1].peak_bytes)} on the rank with the head"
             )
-        if self.setting.device.is_corrected:
+        if self.setting.device.is_corrected or self.setting.device.is_described:
             notes.append(f"device figures: {self.setting.device.source}")
         if self.layout.pp > 1:
             notes.append(f"pipeline bubble: ranks idle {timeline.bubble_share:.1%} of the time")

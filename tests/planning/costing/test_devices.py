@@ -32,6 +32,17 @@ def test_every_device_is_complete_and_names_its_source(device):
         ("NVIDIA RTX A6000", "RTX-A6000"),
         ("NVIDIA GH200 480GB", "GH200-96GB"),
         ("AMD Instinct MI300X", "MI300X"),
+        ("NVIDIA GeForce RTX 3060", "RTX-3060"),
+        ("NVIDIA GeForce RTX 4060 Ti", "RTX-4060-Ti"),
+        ("NVIDIA GeForce RTX 4070 Ti SUPER", "RTX-4070-Ti-SUPER"),
+        ("NVIDIA GeForce RTX 4080", "RTX-4080"),
+        ("NVIDIA GeForce RTX 5080", "RTX-5080"),
+        ("NVIDIA TITAN RTX", "Titan-RTX"),
+        ("NVIDIA A10G", "A10G"),
+        ("NVIDIA L4", "L4"),
+        ("Tesla T4", "T4"),
+        ("NVIDIA RTX A5000", "RTX-A5000"),
+        ("Tesla P100-PCIE-16GB", "P100"),
         ("cpu", "laptop-CPU"),
     ],
 )
@@ -82,3 +93,21 @@ def test_kernels_of_an_earlier_year_reach_less_under_whatever_limit():
         find_device("A100@2023")
     with pytest.raises(UnknownDevice, match="the year of its kernels: 2023"):
         find_device("H100@2019")
+
+
+def test_three_figures_describe_any_card():
+    card = find_device("24GiB+165TFLOPS+1008GB/s")
+    known = find_device("RTX-4090")
+    assert card.memory_bytes == 24 * GIB
+    assert card.flops_per_second("bf16") == pytest.approx(known.flops_per_second("bf16"), rel=0.01)
+    assert card.flops_per_second("f32") == pytest.approx(known.flops_per_second("f32"), rel=0.01)
+    assert card.bandwidth_bytes_per_second == known.bandwidth_bytes_per_second
+    assert find_device("24 GiB + 165 tflops + 1008 GB/s @ 100W").memory_bytes == card.memory_bytes
+
+
+@pytest.mark.parametrize(
+    "text", ["24GiB+165TFLOPS", "24GiB+many+1GB/s", "0GiB+1TFLOPS+1GB/s", "24GiB+0TFLOPS+9GB/s", "H100+1"]
+)
+def test_a_description_without_its_figures_is_refused(text: str):
+    with pytest.raises(UnknownDevice, match="does not describe a device"):
+        find_device(text)

@@ -53,3 +53,23 @@ def test_a_run_is_set_beside_and_the_device_saved_as_it_measured_it(run):
 
 def test_a_device_is_not_corrected_by_nothing(run):
     assert "--save-device was given without --compare-with" in run(*TINY, "--save-device", "mine.json", code=2).err
+
+
+def test_three_figures_stand_for_any_gpu(run):
+    sizes = ["estimate", "llama-tiny", "--batch", "1", "--seq", "256"]
+    card = ["--device-memory", "12GiB", "--device-flops", "58", "--device-bandwidth", "504"]
+    shown = run(*sizes, *card).out
+    assert "of 12.0 GiB" in shown
+    assert "the rest is assumed" in shown
+    assert "CUDA context" in shown
+    assert "--device-bandwidth: missing" in run(*sizes, *card[:4], code=2).err
+    assert "were both given" in run(*TINY, *card, code=2).err
+
+
+def test_fit_takes_precision_strategy_and_every_optimizer_of_an_estimate(run):
+    sizes = ["fit", "llama-tiny", "--budget", "auto", "--device-profile", "RTX-4070", "--global-batch", "2"]
+    how = ["--seq", "64", "--precision", "bf16-mixed", "--strategy", "full", "--optimizer", "lion"]
+    shown = run(*sizes, *how).out
+    for part in ("on RTX-4070: fits", "bf16-mixed", "lion", "strategy full"):
+        assert part in shown, part
+    assert "--longest-sequence" in run(*sizes, *how, "--longest-sequence", code=2).err

@@ -85,6 +85,8 @@ def fit(
     device_profile: str | None = None,
     layout: str,
     techniques: str = "",
+    precision: str | None = None,
+    strategy: str | None = None,
     progress: Progress | None = None,
 ) -> Estimate: ...
 
@@ -104,6 +106,8 @@ def fit(
     device_profile: str | None = None,
     layout: str = "",
     techniques: str = "",
+    precision: str | None = None,
+    strategy: str | None = None,
     most_solves: int = MOST_SOLVES,
     progress: Progress | None = None,
 ) -> Fit | Estimate:
@@ -132,6 +136,8 @@ def fit(
         layout: for several devices: ``"ranks=64"``, plus any degrees that are fixed (``"ranks=64,tp=8,sp"``). Layout,
             micro-batch and plans are chosen together, for ``global_batch`` examples per step; needs a ``device_profile``.
         techniques: with ``layout``, other things that the run does, as for ``plimsoll.estimate``: ``"lora=16,loss=fused"``.
+        precision: with ``layout``, as for ``plimsoll.estimate``: ``"bf16-mixed"``.
+        strategy: with ``layout``, as for ``plimsoll.estimate``: ``"full"`` in place of a plan.
         most_solves: the largest number of plans that may be solved, over all sequences together.
         progress: a function that is called with the name of the current stage and the share of the work that is done.
 
@@ -159,15 +165,17 @@ def fit(
     started = time.monotonic()
     check_text("layout", layout)
     check_text("techniques", techniques)
-    if techniques and not layout:
+    estimated = {"techniques": techniques, "precision": precision, "strategy": strategy}
+    if not layout and any(estimated.values()):
+        name, value = next((name, value) for name, value in estimated.items() if value)
         raise InvalidOption(
-            f"techniques={techniques!r} needs layout=.",
-            why="techniques are estimated, and without a layout the step itself is traced",
+            f"{name}={value!r} needs layout=.",
+            why="it is estimated, and without a layout the step itself is traced",
             next='add layout="ranks=1" for one device, with global_batch= and device_profile=',
         )
     if layout or isinstance(optimizer, str):
         named = "adamw" if optimizer is None else optimizer
-        searched = _LayoutFit(layout, budget, global_batch, device_profile, named, techniques)
+        searched = _LayoutFit(layout, budget, global_batch, device_profile, named, techniques, precision, strategy)
         searched.check(accumulation, regions)
         return searched.run(model, batch, _sequences(sequences), report)
     if isinstance(model, str):
@@ -209,6 +217,8 @@ class _LayoutFit(NamedTuple):
     device: str | None
     optimizer: object
     techniques: str = ""
+    precision: str | None = None
+    strategy: str | None = None
 
     def check(self, accumulation: int, regions: Sequence[str] | None) -> None:
         """Refuse options without effect on layouts, and an optimizer that is given by name without a layout."""
@@ -248,6 +258,8 @@ class _LayoutFit(NamedTuple):
                 layout=",".join([*words, f"samples={self.global_batch}"]),
                 budget=self.budget,
                 techniques=self.techniques,
+                precision=self.precision,
+                strategy=self.strategy,
                 progress=report,
             )
             for sequence in sequences or (None,)

@@ -19,8 +19,8 @@ from typing import Any
 import msgspec
 
 from plimsoll.artifacts.files import FileRefused, ReadLimits, decode_json, read_file
-from plimsoll.errors import UnknownDevice
-from plimsoll.units import GIB
+from plimsoll.errors import PlimsollError, UnknownDevice
+from plimsoll.units import GIB, parse_bytes
 
 _FILE = ".json"
 _LIMITS = ReadLimits(most_bytes=1 << 20)
@@ -71,6 +71,8 @@ class Device:
     host_sockets: int = 2
     aliases: tuple[str, ...] = ()
     is_corrected: bool = False
+    is_described: bool = False
+    """Whether a text with three figures describes the device, and the catalogue does not have it."""
     achieved_in: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     """Maps a year to two shares of the peak that the kernels of that year reached: of matrix products, and of fused attention.
     The mapping is empty if they are not known."""
@@ -145,12 +147,18 @@ def find_device(name: str) -> Device:
     ``name`` may also be the path of a correction file. After an ``@`` it may say how a system differs: its power limit
     (``H100-SXM@500W``), its network per device (``A100-80GB@50Gb/s``), or the year of its kernels (``H100-SXM@2023``).
 
+    Any other GPU is described by the memory that its driver leaves to programs, its dense peak in 16 bits and its bandwidth:
+    ``24GiB+165TFLOPS+1008GB/s``. Its peak in f32 is then half of that in 16 bits, as on a GeForce. What kernels reach and its
+    links (PCIe 4.0) are assumed.
+
     Raises:
         UnknownDevice: the device does not exist, or the change is not possible; the error lists what is known.
 
     Example:
         >>> find_device("NVIDIA H100 SXM").name
         'H100-SXM'
+        >>> find_device("24GiB+165TFLOPS+1008GB/s").flops_per_second("bf16")
+        165000000000000.0
         >>> find_device("H100@400Gb/s@500W").network_bytes_per_second
         50000000000.0
     """
@@ -162,7 +170,7 @@ def find_device(name: str) -> Device:
         return read_correction(Path(name))
     name, *changes = name.split("@")
     devices = _devices_by_key()
-    found = devices.get(_key(name))
+    found = _described(name) if "+" in name else devices.get(_key(name))
     if found is not None:
         return functools.reduce(_changed, changes, found)
     closest = difflib.get_close_matches(_key(name), devices, n=3, cutoff=0.4)
@@ -173,6 +181,48 @@ def find_device(name: str) -> Device:
         next=f"try {' or '.join(repr(each) for each in close)}"
         if close
         else "use one of these, or plan on the device itself",
+    )
+
+
+def _described(name: str) -> Device:
+    """Return the device that a text with three figures describes: memory, peak and bandwidth.
+
+    Raises:
+        UnknownDevice: the text does not have these figures.
+    """
+    match = re.fullmatch(r"([\d.]+ ?[KMGT]i?B)\+([\d.]+) ?TFLOPS\+([\d.]+) ?GB/s", name.replace(" ", ""), re.IGNORECASE)
+    try:
+        memory_bytes, peak, bandwidth = (
+            (parse_bytes(match[1]), float(match[2]), float(match[3])) if match else (0, 0, 0)
+        )
+    except (ValueError, PlimsollError):
+        memory_bytes = peak = bandwidth = 0
+    if not (memory_bytes > 0 and 0 < peak < math.inf and 0 < bandwidth < math.inf):
+        raise UnknownDevice(
+            f"{name!r} does not describe a device.",
+            why="a description has three positive figures: memory, dense peak in 16 bits, and memory bandwidth",
+            next="write for example 24GiB+165TFLOPS+1008GB/s",
+        )
+    return Device(
+        name=name,
+        memory_bytes=memory_bytes,
+        bandwidth_bytes_per_second=bandwidth * _GIGA,
+        peak_flops_per_second={
+            "bf16": peak * _TERA,
+            "f16": peak * _TERA,
+            "tf32": peak * _TERA / 2,
+            "f32": peak * _TERA / 2,
+            "f64": peak * _TERA / 128,
+        },
+        launch_seconds=4e-6,
+        achieved_arithmetic=0.7,
+        achieved_bandwidth=0.85,
+        source="the figures of its description; the rest is assumed",
+        link_bytes_per_second=32 * _GIGA,
+        network_bytes_per_second=25 / 8 * _GIGA,
+        host_link_bytes_per_second=32 * _GIGA,
+        achieved_link=0.6,
+        is_described=True,
     )
 
 

@@ -1,4 +1,4 @@
-"""Reads the devices that ``estimate --device`` lists, and the price of each for an hour."""
+"""Reads the devices of ``estimate``: several names, three figures of any GPU, and the price of each for an hour."""
 
 from __future__ import annotations
 
@@ -19,6 +19,26 @@ def split_devices(text: str) -> list[str]:
             next="write for example --device H100-SXM,A100-80GB",
         )
     return names
+
+
+def describe_device(memory: str | None, flops: str | None, bandwidth: str | None) -> str | None:
+    """Return the text that describes a GPU by its memory, its peak in teraFLOPS and its bandwidth in GB/s, or ``None`` if none
+    of the three is given.
+
+    Raises:
+        InvalidOption: some are given, but not all.
+    """
+    figures = {"--device-memory": memory, "--device-flops": flops, "--device-bandwidth": bandwidth}
+    missing = [name for name, value in figures.items() if value is None]
+    if len(missing) == len(figures):
+        return None
+    if missing:
+        raise InvalidOption(
+            f"{' and '.join(missing)}: missing.",
+            why="memory, peak and bandwidth together describe a GPU that is not in the catalogue",
+            next="write for example --device-memory 24GiB --device-flops 165 --device-bandwidth 1008",
+        )
+    return f"{memory}+{flops}TFLOPS+{bandwidth}GB/s"
 
 
 def read_price(tokens: str | None, price: str | None, devices: Sequence[str]) -> tuple[int | None, dict[str, float]]:

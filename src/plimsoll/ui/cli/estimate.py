@@ -17,7 +17,7 @@ from plimsoll.artifacts.files import make_folder
 from plimsoll.artifacts.progress import Progress, silent
 from plimsoll.errors import InvalidOption
 from plimsoll.ui.cli import commands, options, ranks, terminal
-from plimsoll.ui.cli.devices import read_price, split_devices
+from plimsoll.ui.cli.devices import describe_device, read_price, split_devices
 from plimsoll.ui.cli.launch import Launcher, launch_script
 
 if TYPE_CHECKING:
@@ -31,6 +31,26 @@ DeviceNameOption = Annotated[
         metavar="NAME",
         help="Device from the catalogue: H100-SXM, A100-80GB, laptop-CPU … Several, with commas between them, are compared.",
     ),
+]
+DeviceMemoryOption = Annotated[
+    str | None,
+    options.of_target(
+        "--device-memory",
+        metavar="BYTES",
+        help="Any GPU in place of --device: the memory that its driver leaves to programs, such as 24GiB. Needs the next two.",
+    ),
+]
+DeviceFlopsOption = Annotated[
+    str | None,
+    options.of_target(
+        "--device-flops",
+        metavar="TFLOPS",
+        help="Its dense peak in 16 bits, in teraFLOPS, such as 165. In f32, half of it.",
+    ),
+]
+DeviceBandwidthOption = Annotated[
+    str | None,
+    options.of_target("--device-bandwidth", metavar="GB/S", help="The bandwidth of its memory in GB/s, such as 1008."),
 ]
 TokensOption = Annotated[
     str | None,
@@ -171,6 +191,31 @@ PlanOutputOption = Annotated[
     Path | None,
     options.of_result("--save-plan", metavar="FILE", help="Save the best point's plan as JSON.", dir_okay=False),
 ]
+FitPrecisionOption = Annotated[
+    str | None,
+    options.of_target(
+        "--precision",
+        metavar="NAME",
+        help="fp32, bf16, fp16, bf16-mixed, fp16-mixed or fsdp-bf16. Searches layouts, of one rank without --layout.",
+    ),
+]
+FitStrategyOption = Annotated[
+    str | None,
+    options.of_plan(
+        "--strategy",
+        "-s",
+        metavar="NAME",
+        help="full, every:K, sqrt, selective:… in place of a plan. Searches layouts, of one rank without --layout.",
+    ),
+]
+FitOptimizerOption = Annotated[
+    str,
+    options.of_target(
+        "--optimizer",
+        metavar="NAME",
+        help="adamw, sgd or none; any other of estimate's searches layouts, of one rank without --layout.",
+    ),
+]
 FitTechniquesOption = Annotated[
     str,
     options.of_target(
@@ -218,6 +263,9 @@ def estimate(
     target: options.TargetArgument,
     *,
     device: DeviceNameOption = "H100-SXM",
+    device_memory: DeviceMemoryOption = None,
+    device_flops: DeviceFlopsOption = None,
+    device_bandwidth: DeviceBandwidthOption = None,
     batch: options.BatchOption = None,
     seq: options.SequenceOption = None,
     longest_sequence: LongestOption = False,
@@ -250,6 +298,14 @@ def estimate(
     from plimsoll.estimator.fitting_changes import find_fitting_changes
 
     with ranks.one_process("estimate", is_json=to.json):
+        described = describe_device(device_memory, device_flops, device_bandwidth)
+        if described is not None and "--device" in options.given(context):
+            raise InvalidOption(
+                f"--device {device} and --device-memory were both given.",
+                why="the three figures describe a GPU that is not in the catalogue",
+                next="leave one of them out",
+            )
+        device = described or device
         devices = split_devices(device)
         of_one = {"--plans": plans, "--compare-with": compare_with, "--save-device": save_device, "--launch": launch}
         _refuse_for_several(devices, {flag: value for flag, value in of_one.items() if value is not None})
@@ -443,7 +499,9 @@ def fit(
     global_batch: GlobalBatchOption = None,
     accumulation: AccumulationOption = 1,
     most_batch: MostBatchOption = 1024,
-    optimizer: options.OptimizerOption = options.OptimizerName.ADAMW,
+    optimizer: FitOptimizerOption = "adamw",
+    precision: FitPrecisionOption = None,
+    strategy: FitStrategyOption = None,
     regions: options.RegionsOption = None,
     device_profile: options.DeviceProfileOption = None,
     device: options.DeviceOption = "cpu",
@@ -467,18 +525,27 @@ def fit(
             limit: int | str | None = budget
             if device_profile is None:
                 limit = Budget.read(budget).bytes_of(device, host_memory_bytes())
-            given = {"layout": layout, "techniques": techniques, "optimizer": optimizer.value}
+            if strategy is not None:
+                raise InvalidOption(
+                    "--strategy and --longest-sequence were both given.",
+                    why="the longest sequence is searched for each strategy, one row for each",
+                    next="leave one of them out",
+                )
+            given = {"layout": layout, "techniques": techniques, "optimizer": optimizer, "precision": precision}
             _find_longest(target, to, device=device_profile or "CPU", budget=limit, **given)
             return
-        if layout or techniques:
+        traced = {each.value: each for each in options.OptimizerName}
+        if layout or techniques or precision or strategy or optimizer not in traced:
             layout = layout or "ranks=1"
             sizes = {"sequences": seq or None, "global_batch": global_batch, "accumulation": accumulation}
-            how = {"regions": regions or None, "device_profile": device_profile, "optimizer": optimizer.value}
-            how["techniques"] = techniques
+            how = {"regions": regions or None, "device_profile": device_profile, "optimizer": optimizer}
+            how |= {"techniques": techniques, "precision": precision, "strategy": strategy}
             _fit_layout(target, budget, layout, to, **sizes, **how)
             return
         is_text = ":" not in target
-        building = options.Building(optimizer=optimizer, device=device, seq=max(seq) if seq and is_text else None)
+        building = options.Building(
+            optimizer=traced[optimizer], device=device, seq=max(seq) if seq and is_text else None
+        )
         loaded = work.load(target, building, is_meta=device_profile is not None)
         found = loaded.ask(
             plimsoll.fit,
