@@ -1,0 +1,40 @@
+"""A decision about optimizer state: which parameters' state is on a link between steps, and in which chunks the step runs."""
+
+from __future__ import annotations
+
+import msgspec
+
+LEAST_STATE_BYTES = 4096
+"""Smaller tensors of state, such as step counters, stay on the device: a transfer takes longer than the memory is worth."""
+
+
+class OffloadedState(msgspec.Struct, frozen=True, kw_only=True):
+    """Data: the state of the parameters in ``chunks`` (names) is on ``link`` between steps, and each chunk is stepped by
+    itself.
+
+    ``state_bytes`` is all state of the optimizer, ``offloaded_bytes`` the part on the link, and ``chunk_bytes`` the state of
+    the largest chunk. While the optimizer steps, two chunks may be on the device. ``seconds`` is how long each step waits for
+    the link; no other work hides this time.
+    """
+
+    optimizer: str
+    link: str
+    chunks: tuple[tuple[str, ...], ...]
+    state_bytes: int
+    offloaded_bytes: int
+    chunk_bytes: int
+    link_bytes: int
+    """The most bytes at the other end of the link: during a step, the state from before it is still there, with the parameters
+    of the chunks."""
+    seconds: float = 0.0
+
+    @property
+    def resident_bytes(self) -> int:
+        """The bytes of state that are on the device between steps.
+
+        Example:
+            >>> sizes = {"state_bytes": 10, "offloaded_bytes": 8, "chunk_bytes": 8, "link_bytes": 20}
+            >>> OffloadedState(optimizer="SGD", link="disk", chunks=(("weight",),), **sizes).resident_bytes
+            2
+        """
+        return self.state_bytes - self.offloaded_bytes

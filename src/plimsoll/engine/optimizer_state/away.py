@@ -1,0 +1,183 @@
+"""The ``state`` of an optimizer while some of its tensors are on a link: a mapping that brings a parameter's tensors back when
+its entry is read.
+
+In the entry of a parameter, an `AwayTensor` stands for each tensor that is on the link. Code that counts bytes reads the
+mapping with ``dict.values(optimizer.state)``, which does not bring anything back.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Protocol
+
+import torch
+
+from plimsoll.errors import OffloadFailed
+from plimsoll.tracing.torch_internals import count_holders
+
+_READABLE = frozenset(
+    {
+        *(
+            getattr(torch.Tensor, name).__get__
+            for name in (
+                "shape",
+                "dtype",
+                "device",
+                "layout",
+                "is_meta",
+                "requires_grad",
+                "is_leaf",
+                "grad_fn",
+                "itemsize",
+            )
+        ),
+        torch.Tensor.size,
+        torch.Tensor.stride,
+        torch.Tensor.numel,
+        torch.Tensor.dim,
+        torch.Tensor.nbytes.__get__,  # type: ignore[attr-defined]  # a property of the C class
+        torch.Tensor.is_floating_point,
+        torch.Tensor.untyped_storage,
+    }
+)
+"""What can be read from a stand-in: sizes and the like, but no values."""
+
+
+class AwayTensor(torch.Tensor):
+    """Stands for a tensor of optimizer state that is on a link. It has the tensor's shape, strides and dtype, and no values."""
+
+    @staticmethod
+    def like(tensor: torch.Tensor) -> torch.Tensor:
+        """Return a stand-in for ``tensor``."""
+        meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        return meta.as_subclass(AwayTensor)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _READABLE:
+            return super().__torch_function__(func, types, args, kwargs or {})
+        raise OffloadFailed(
+            "This tensor of optimizer state is not on the device now.",
+            why="the plan keeps it in host memory or on disk between steps, and this entry was read before it left",
+            next="read it again through optimizer.state[parameter], which brings it back",
+        )
+
+    def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]  # torch's stub lacks the name
+        return f"<optimizer state of shape {tuple(self.shape)}, not on the device now>"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        return AwayTensor.like(self)
+
+
+class Keeper(Protocol):
+    """A protocol for the object that keeps an optimizer's tensors on a link."""
+
+    def bring_back(self, parameters: Iterable[Any]) -> None:
+        """Bring the state of the parameters back to the device."""
+
+    def forget(self, parameters: Iterable[Any]) -> None:
+        """Give up the tensors of these parameters on the link, because their state is replaced."""
+
+    def copied(self, parameter: Any, state: Any) -> Any:
+        """Return the state of one parameter with copies of the tensors that are on the link."""
+
+    def takes_copies(self) -> bool:
+        """Return True once after ``state_dict`` was called: it gets copies, and the tensors stay on the link."""
+
+
+class OffloadedStates(defaultdict[Any, Any]):
+    """The ``state`` of an optimizer, by parameter. Reading an entry brings its tensors back to the device.
+
+    Copies and pickles of this mapping are plain mappings with whole tensors.
+    """
+
+    def __init__(self, keeper: Keeper, states: Iterable[tuple[Any, Any]]) -> None:
+        super().__init__(dict, states)
+        self._keeper = keeper
+
+    def present(self, parameter: Any) -> Any:
+        """Return the entry of a parameter as it is, without bringing anything back; ``None`` if there is none."""
+        return dict.get(self, parameter)
+
+    def __getitem__(self, key: Any) -> Any:
+        self._keeper.bring_back((key,))
+        return super().__getitem__(key)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._keeper.forget((key,))
+        super().__setitem__(key, value)
+
+    def __delitem__(self, key: Any) -> None:
+        self._keeper.forget((key,))
+        super().__delitem__(key)
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        self._keeper.bring_back((key,))
+        return super().get(key, default)
+
+    def setdefault(self, key: Any, default: Any = None) -> Any:
+        self._keeper.bring_back((key,))
+        return super().setdefault(key, default)
+
+    def pop(self, key: Any, *default: Any) -> Any:
+        self._keeper.bring_back((key,))
+        return super().pop(key, *default)
+
+    def popitem(self) -> tuple[Any, Any]:
+        self._keeper.bring_back(list(self))
+        return super().popitem()
+
+    def clear(self) -> None:
+        self._keeper.forget(list(self))
+        super().clear()
+
+    def values(self) -> Any:
+        self._keeper.bring_back(list(self))
+        return super().values()
+
+    def items(self) -> Any:
+        if self._keeper.takes_copies():
+            return self._copies().items()
+        self._keeper.bring_back(list(self))
+        return super().items()
+
+    def __iter__(self) -> Iterator[Any]:
+        # Defined here so that ``dict(state)`` reads through this class: for other classes it copies the entries as they are.
+        return super().__iter__()
+
+    def copy(self) -> Any:
+        return defaultdict(dict, self.items())
+
+    def __copy__(self) -> Any:
+        return self.copy()
+
+    def __reduce__(self) -> Any:
+        return defaultdict, (dict, self._copies())
+
+    def _copies(self) -> dict[Any, Any]:
+        return {key: self._keeper.copied(key, state) for key, state in dict.items(self)}
+
+
+def is_held_elsewhere(state: dict[Any, Any], key: Any) -> bool:
+    """Return True if something else than this entry holds the tensor or its storage. Sending such a tensor away would not free
+    its memory, and the other holder would not see later steps.
+
+    Example:
+        >>> state = {"exp_avg": torch.zeros(4)}
+        >>> is_held_elsewhere(state, "exp_avg")
+        False
+        >>> view = state["exp_avg"][:2]
+        >>> is_held_elsewhere(state, "exp_avg")
+        True
+    """
+    alone = _references({key: torch.empty(1)}, key)
+    return any(found > least for found, least in zip(_references(state, key), alone, strict=True))
+
+
+def _references(state: dict[Any, Any], key: Any) -> tuple[int, int]:
+    tensor = state[key]
+    return sys.getrefcount(tensor), count_holders(tensor)

@@ -1,0 +1,536 @@
+"""Keeps the state of some of an optimizer's parameters on a link between steps. The optimizer's own ``step`` then runs in
+chunks of parameters.
+
+For each chunk, the state is fetched, the optimizer's own code steps the chunk (``param_groups`` hold only the chunk's
+parameters meanwhile), and the state is sent away. While one chunk leaves, the next arrives, so the device holds the state of at
+most two chunks. Parameters that are in no chunk keep their state on the device and are stepped last, in one call.
+
+``optimizer.step`` is replaced on the instance. The replacement runs the optimizer's hooks and torch's profiler label once for
+the whole step, and has a ``__func__``, which torch's schedulers need to wrap it. If other code calls the class's ``step``
+directly, all state is brought back first: the step is right, but takes the memory of all state.
+
+*Nothing is half stepped.* Until the step has ended, the link keeps the state from before it, and a copy of the chunks'
+parameters. If the optimizer or a transfer fails in a chunk, all chunks are put back. If the link cannot take a tensor, the
+tensor stays on the device, and the step goes on. Two cases are left. If the call for the parameters outside of all chunks
+fails, these parameters are as the optimizer leaves them. If the link is too full for the copies, the step goes on without them,
+and an error says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from plimsoll.artifacts.offloaded_state import LEAST_STATE_BYTES
+from plimsoll.engine.offload.protocol import Link, Ticket
+from plimsoll.engine.optimizer_state.away import AwayTensor, OffloadedStates, is_held_elsewhere
+from plimsoll.errors import InvalidOption, OffloadFailed
+
+
+@dataclass(slots=True)
+class _Away:
+    """One tensor of a parameter's state that is on the link."""
+
+    key: Any
+    stand_in: torch.Tensor
+    ticket: Ticket
+
+
+@dataclass(slots=True)
+class _Before:
+    """The state of one parameter before the step: the entries that stay on the device (copies), and those on the link."""
+
+    parameter: torch.Tensor
+    entries: dict[Any, Any] | None
+    away: list[_Away]
+
+
+@dataclass(slots=True)
+class _Undo:
+    """What a step has to put back if it fails: tensors with the ticket of their old values, and the state of parameters."""
+
+    values: list[tuple[torch.Tensor, Ticket]] = field(default_factory=list)
+    states: list[_Before] = field(default_factory=list)
+    groups: list[dict[str, Any]] = field(default_factory=list)
+    is_complete: bool = True
+
+
+class StateOffload:
+    """Keeps the state of the parameters in ``chunks`` on a link between an optimizer's steps.
+
+    Args:
+        optimizer: the optimizer. It must step each parameter by itself (see ``by_parameter``).
+        chunks: lists of parameters. Each is stepped by one call of the optimizer.
+        link: carries the state. It is closed by `remove`.
+        least_bytes: smaller tensors stay on the device.
+
+    Raises:
+        InvalidOption: other code has replaced ``optimizer.step``, or another `StateOffload` has.
+
+    Example:
+        >>> from plimsoll.engine.offload.disk import DiskLink
+        >>> weight = torch.nn.Parameter(torch.ones(64, 64))
+        >>> optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
+        >>> offload = StateOffload(optimizer, [[weight]], DiskLink("/var/tmp"))
+        >>> weight.grad = torch.ones_like(weight)
+        >>> optimizer.step()
+        >>> offload.away_bytes
+        16384
+        >>> offload.remove()
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        chunks: Sequence[Sequence[torch.Tensor]],
+        link: Link,
+        *,
+        least_bytes: int = LEAST_STATE_BYTES,
+    ) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self._chunks = [[each for each in chunk if _is_flat(each)] for chunk in chunks]
+        self._members = {id(each) for chunk in self._chunks for each in chunk}
+        self._link = link
+        self._least_bytes = least_bytes
+        self._away: dict[torch.Tensor, list[_Away]] = {}
+        self._is_home: dict[torch.Tensor, None] = {each: None for chunk in self._chunks for each in chunk}
+        """Parameters in chunks whose state may be on the device now."""
+        self._leaving: list[torch.Tensor] = []
+        self._is_stepping = self._takes_copies = self._has_warned = self._is_removed = False
+        self.failures = 0
+        """How many tensors the link did not take. They have stayed on the device."""
+        self._had_own = vars(optimizer).get("step")
+        if self._had_own is not None and not hasattr(self._had_own, "_wrapped_by_lr_sched"):
+            raise InvalidOption(
+                f"The state of {type(optimizer).__name__} cannot be offloaded: other code has replaced optimizer.step.",
+                why=f"the step must run in chunks, and {self._had_own!r:.80} would run it as a whole",
+                next="offload the state before that code replaces the step, or leave 'offload-state' out of allow=",
+            )
+        self._adopt(optimizer)
+        self._step = self._replacement(optimizer)
+        optimizer.step = self._step  # type: ignore[method-assign]
+        self._hooks = [
+            optimizer.register_step_pre_hook(self._whole_step_begins),
+            optimizer.register_state_dict_pre_hook(self._state_dict_begins),
+            optimizer.register_state_dict_post_hook(self._state_dict_ends),
+            optimizer.register_load_state_dict_post_hook(self._loaded),
+        ]
+        self.leave()
+
+    # What others may ask
+
+    @property
+    def away_bytes(self) -> int:
+        """The bytes of state that are on the link now."""
+        return sum(each.stand_in.numel() * each.stand_in.itemsize for sent in self._away.values() for each in sent)
+
+    def leave(self) -> None:
+        """Send away the state that came back because it was read. Tensors that other code still holds stay."""
+        optimizer = self._optimizer()
+        if not self._is_home or self._is_stepping or self._is_removed or optimizer is None:
+            return
+        self._adopt(optimizer)
+        self._send(list(self._is_home))
+        self._settle()
+
+    def remove(self) -> None:
+        """Bring all state back, and restore the optimizer. Calling it twice does no harm."""
+        optimizer = self._optimizer()
+        if self._is_removed:
+            return
+        if optimizer is not None:
+            self.bring_back(list(self._away))
+            if isinstance(optimizer.state, OffloadedStates):
+                optimizer.state = _plain(optimizer.state)
+            if (
+                vars(optimizer).get("step") is self._step
+            ):  # a scheduler may have wrapped it; then it stays and does nothing
+                del optimizer.step
+                if self._had_own is not None:
+                    optimizer.step = self._had_own  # type: ignore[method-assign]
+        self._is_removed = True
+        for hook in self._hooks:
+            hook.remove()
+        self._link.close()
+
+    # The keeper of the mapping `OffloadedStates`
+
+    def bring_back(self, parameters: Iterable[Any]) -> None:
+        """Bring the state of these parameters back to the device.
+
+        Raises:
+            OffloadFailed: a transfer failed. The state stays on the link.
+        """
+        for parameter in parameters:
+            sent = self._away.get(parameter) if isinstance(parameter, torch.Tensor) else None
+            if sent is None:
+                continue
+            read = [each.ticket.read() for each in sent]
+            state = self._states.present(parameter)
+            for each, flat in zip(sent, read, strict=True):
+                if state.get(each.key) is each.stand_in:
+                    state[each.key] = _shaped(flat, each.stand_in)
+            del self._away[parameter]
+            self._is_home[parameter] = None
+
+    def forget(self, parameters: Iterable[Any]) -> None:
+        """Give up the tensors of these parameters on the link, because their state is replaced."""
+        for parameter in parameters:
+            if isinstance(parameter, torch.Tensor):
+                self._away.pop(parameter, None)
+                if id(parameter) in self._members:
+                    self._is_home[parameter] = None
+
+    def copied(self, parameter: Any, state: Any) -> Any:
+        """Return the state of one parameter, with copies of the tensors that are on the link. From a GPU, copies are in host
+        memory: all state together may not fit on the device.
+        """
+        sent = self._away.get(parameter, ()) if isinstance(parameter, torch.Tensor) else ()
+        there = {each.key: each for each in sent if state.get(each.key) is each.stand_in}
+        return (
+            {
+                key: there[key].ticket.read().cpu().as_strided(value.shape, value.stride()) if key in there else value
+                for key, value in state.items()
+            }
+            if there
+            else state
+        )
+
+    def takes_copies(self) -> bool:
+        """Return True once after ``state_dict`` was called: it gets copies, and the tensors stay on the link."""
+        takes, self._takes_copies = self._takes_copies, False
+        return takes
+
+    # Hooks
+
+    def _state_dict_begins(self, optimizer: Optimizer) -> None:
+        self._takes_copies = True
+
+    def _state_dict_ends(self, optimizer: Optimizer, found: dict[str, Any]) -> None:
+        self._takes_copies = False
+
+    def _loaded(self, optimizer: Optimizer) -> None:
+        self._adopt(optimizer)
+        self.leave()
+
+    def _whole_step_begins(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Called before each step. If other code runs the whole step, bring all state back first."""
+        if self._is_stepping:
+            return
+        self.bring_back(list(self._away))
+        if self._states_of_chunks() and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"plimsoll: other code runs {type(optimizer).__name__}.step without optimizer.step, so all of its state is on "
+                "the device in this step, which may exceed the budget",
+                stacklevel=4,
+            )
+
+    def _states_of_chunks(self) -> bool:
+        return any(self._states.present(each) for chunk in self._chunks for each in chunk)
+
+    def _adopt(self, optimizer: Optimizer) -> None:
+        """Take over the optimizer's state. Loading a state, or a reset, replaces the mapping."""
+        found = optimizer.state
+        if isinstance(found, OffloadedStates) and found is getattr(self, "_states", None):
+            return
+        if isinstance(found, OffloadedStates):
+            raise InvalidOption(
+                f"The state of {type(optimizer).__name__} is offloaded already.",
+                why="only one plan can decide where it is",
+                next="call remove() on the handle of the other plan first",
+            )
+        self._away.clear()
+        self._is_home.update({each: None for chunk in self._chunks for each in chunk})
+        self._states = OffloadedStates(self, found.items())
+        optimizer.state = self._states
+
+    def _replacement(self, optimizer: Optimizer) -> Callable[..., Any]:
+        """Return the function that takes the place of ``optimizer.step``."""
+        mine, reference = weakref.ref(self), self._optimizer
+        original = type(optimizer).step
+        chunked = Optimizer.profile_hook_step(lambda me, *args, **kwargs: _alive(mine).run(me, args, kwargs))
+
+        def step(me: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            offload = mine()
+            if offload is None or offload._is_removed or me is not reference():
+                return type(me).step(me, *args, **kwargs)
+            if offload._is_stepping:
+                return original(me, *args, **kwargs)
+            with offload._stepping():
+                return chunked(me, *args, **kwargs)
+
+        def replaced(*args: Any, **kwargs: Any) -> Any:
+            me = reference()
+            assert me is not None, "the caller holds the optimizer"
+            me._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers check it
+            return step(me, *args, **kwargs)
+
+        replaced.__func__ = step  # type: ignore[attr-defined]  # torch's schedulers wrap it
+        if self._had_own is not None:
+            replaced._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # or a scheduler warns of a lost wrapper
+        return replaced
+
+    @contextlib.contextmanager
+    def _stepping(self) -> Iterator[None]:
+        self._is_stepping = True
+        try:
+            yield
+        finally:
+            self._is_stepping = False
+
+    # The step
+
+    def run(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run one step in chunks. The replaced ``optimizer.step`` calls this after the optimizer's hooks.
+
+        A closure is called once, before the first chunk.
+        """
+        result, args, kwargs = _closed(args, kwargs)
+        if self._is_removed:  # the closure ran a forward, and that has applied another plan
+            out = self._inner(optimizer)(optimizer, *args, **kwargs)
+            return out if result is None else result
+        self._adopt(optimizer)
+        self._send(each for chunk in self._chunks for each in chunk)  # what was read, and what the link did not take
+        self._settle()
+        inner = self._inner(optimizer)
+        whole = [group["params"] for group in optimizer.param_groups]
+        rest = [each for params in whole for each in params if id(each) not in self._members]
+        held = {id(each) for params in whole for each in params}
+        chunks = [[each for each in chunk if id(each) in held] for chunk in self._chunks]
+        undo = _Undo(groups=[_others(group) for group in optimizer.param_groups])
+        try:
+            for chunk in filter(None, chunks):
+                self._arrive(chunk, undo)
+                out = self._call(optimizer, inner, chunk, args, kwargs)
+                self._send(chunk)
+            self._settle()
+            if rest or not any(chunks):
+                out = self._call(optimizer, inner, rest, args, kwargs)
+        except BaseException as error:
+            self._put_back(optimizer, undo, error)
+            raise
+        return out if result is None else result
+
+    @staticmethod
+    def _inner(optimizer: Optimizer) -> Callable[..., Any]:
+        """Return the step of the optimizer's class without its hooks, which have run already."""
+        step: Any = type(optimizer).step
+        found: Callable[..., Any] = step.__wrapped__ if getattr(step, "hooked", False) else step
+        return found
+
+    def _call(
+        self,
+        optimizer: Optimizer,
+        inner: Callable[..., Any],
+        parameters: list[torch.Tensor],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Let the optimizer step only these parameters."""
+        chosen = {id(each) for each in parameters}
+        groups = optimizer.param_groups
+        whole = [group["params"] for group in groups]
+        try:
+            for group, params in zip(groups, whole, strict=True):
+                group["params"] = [each for each in params if id(each) in chosen]
+            return inner(optimizer, *args, **kwargs)
+        finally:
+            for group, params in zip(groups, whole, strict=True):
+                group["params"] = params
+
+    def _arrive(self, chunk: list[torch.Tensor], undo: _Undo) -> None:
+        """Fetch the state of a chunk, while the chunk before it leaves. Note in ``undo`` what the step will change."""
+        stepped = [each for each in chunk if each.grad is not None]
+        for parameter in stepped:
+            for each in self._away.get(parameter, ()):
+                each.ticket.prefetch()
+        known = len(undo.values)
+        for parameter in stepped:
+            state = self._states.present(parameter)
+            undo.states.append(self._before(parameter, state, undo))
+            self._save(parameter, undo)
+        self._settle()
+        saved = undo.values[known:]
+        for value in saved:
+            try:
+                value[1].settle()
+            except OffloadFailed:  # the ticket holds the tensor itself, which the step writes to
+                undo.values = [each for each in undo.values if each is not value]
+                undo.is_complete = False
+        self.bring_back(stepped)
+
+    def _before(self, parameter: torch.Tensor, state: Any, undo: _Undo) -> _Before:
+        if not isinstance(state, dict):
+            return _Before(parameter, None, [])
+        entries = {}
+        for key, value in state.items():
+            if isinstance(value, AwayTensor) or not isinstance(value, torch.Tensor):
+                entries[key] = value
+            elif value.nbytes < self._least_bytes or not _is_flat(value):
+                entries[key] = value.clone()
+            else:  # it has not left because something else holds it
+                entries[key] = value
+                self._save(value, undo)
+        return _Before(parameter, entries, list(self._away.get(parameter, ())))
+
+    def _save(self, tensor: torch.Tensor, undo: _Undo) -> None:
+        """Begin to copy a tensor that the step will write to the link."""
+        try:
+            ticket = self._link.store(_flat(tensor.detach()))
+        except OffloadFailed:
+            undo.is_complete = False
+            return
+        undo.values.append((tensor, ticket))
+
+    def _send(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Begin to send the state of these parameters away. A tensor that the link does not take stays on the device."""
+        for parameter in parameters:
+            state = self._states.present(parameter)
+            self._is_home.pop(parameter, None)
+            if not isinstance(state, dict):
+                continue
+            for key in list(state):
+                if self._may_leave(parameter, state, key):
+                    try:
+                        ticket = self._link.store(_flat(state[key]))
+                    except OffloadFailed as failure:
+                        self._stays(parameter, failure)
+                        continue
+                    away = _Away(key, AwayTensor.like(state[key]), ticket)
+                    state[key] = away.stand_in
+                    self._away.setdefault(parameter, []).append(away)
+                elif not isinstance(state[key], AwayTensor) and _is_large(state[key], self._least_bytes):
+                    self._is_home[parameter] = None
+            self._leaving.append(parameter)
+
+    def _may_leave(self, parameter: torch.Tensor, state: dict[Any, Any], key: Any) -> bool:
+        # No local variable holds the tensor while its holders are counted.
+        return (
+            type(state[key]) is torch.Tensor
+            and _is_large(state[key], self._least_bytes)
+            and state[key].device == parameter.device
+            and not state[key].requires_grad
+            and _is_flat(state[key])
+            and not is_held_elsewhere(state, key)
+        )
+
+    def _settle(self) -> None:
+        """Wait until all state that is being sent has left, so that its memory is free."""
+        leaving, self._leaving = self._leaving, []
+        for parameter in leaving:
+            try:
+                for each in self._away.get(parameter, ()):
+                    each.ticket.settle()
+            except OffloadFailed as failure:  # the ticket holds the tensor itself
+                self.bring_back([parameter])
+                self._stays(parameter, failure)
+
+    def _stays(self, parameter: torch.Tensor, failure: OffloadFailed) -> None:
+        """Note that state of a parameter stays on the device until the next step, because the link failed. Warn once."""
+        self._is_home.pop(parameter, None)
+        self.failures += 1
+        if self.failures == 1:
+            warnings.warn(
+                f"plimsoll: optimizer state stays on the device, which may exceed the budget: {failure.found} "
+                f"{failure.why}; next: {failure.next}",
+                stacklevel=2,
+            )
+
+    def _put_back(self, optimizer: Optimizer, undo: _Undo, error: BaseException) -> None:
+        """Restore parameters and state from before the step, after ``error`` ended it."""
+        with contextlib.suppress(OffloadFailed):
+            self._settle()
+        try:
+            with torch.no_grad():
+                for tensor, ticket in undo.values:
+                    tensor.copy_(ticket.read().as_strided(tensor.shape, tensor.stride()))
+        except OffloadFailed as failure:
+            undo.is_complete = False
+            error.add_note(f"plimsoll: {failure.found}")
+        for before in undo.states:
+            self._away.pop(before.parameter, None)
+            if before.entries is None:
+                dict.pop(self._states, before.parameter, None)
+                continue
+            state = self._states.present(before.parameter)
+            state.clear()
+            state.update(before.entries)
+            if before.away:
+                self._away[before.parameter] = before.away
+        for group, others in zip(optimizer.param_groups, undo.groups, strict=True):
+            group.update(others)
+        said = (
+            "parameters and state are as before the step"
+            if undo.is_complete
+            else ("the link could not keep all parameters from before the step, so some are stepped and others are not")
+        )
+        error.add_note(f"plimsoll: the optimizer's step failed in a chunk; {said}")
+
+
+def _alive(reference: weakref.ref[StateOffload]) -> StateOffload:
+    found = reference()
+    assert found is not None, "the step holds it"
+    return found
+
+
+def _closed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """Call the closure of a step, if there is one. Return its result, and the arguments without it."""
+    closure = kwargs.get("closure", args[0] if args else None)
+    if closure is None:
+        return None, args, kwargs
+    with torch.enable_grad():
+        result = closure()
+    return result, (None, *args[1:]) if args else (), {key: value for key, value in kwargs.items() if key != "closure"}
+
+
+def _others(group: dict[str, Any]) -> dict[str, Any]:
+    """Return the entries of a group other than its parameters. Tensors among them (a learning rate) are copied."""
+    return {
+        key: value.clone() if isinstance(value, torch.Tensor) else value
+        for key, value in group.items()
+        if key != "params"
+    }
+
+
+def _plain(states: OffloadedStates) -> Any:
+    found: Any = type(states).__mro__[1](dict)
+    found.update(dict.items(states))
+    return found
+
+
+def _is_large(value: Any, least_bytes: int) -> bool:
+    return isinstance(value, torch.Tensor) and value.nbytes >= least_bytes
+
+
+def _is_flat(tensor: torch.Tensor) -> bool:
+    """Return True if the elements of a tensor lie in one piece of memory, in any order of dimensions."""
+    if tensor.layout is not torch.strided or tensor.is_meta:
+        return False
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return tensor.numel() > 0
+
+
+def _shaped(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return the memory of ``flat`` as a tensor with the shape and strides of ``like``. It is not a view: the base of a view
+    would count as another holder of the memory.
+    """
+    empty = torch.empty(0, dtype=flat.dtype, device=flat.device)
+    return empty.set_(flat.untyped_storage(), flat.storage_offset(), like.shape, like.stride())
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the same memory as a tensor of one dimension."""
+    return tensor.as_strided((tensor.numel(),), (1,))
