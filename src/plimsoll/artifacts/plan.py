@@ -19,6 +19,7 @@ from plimsoll.artifacts.base import ArtifactBase
 from plimsoll.artifacts.costs import CostSource
 from plimsoll.artifacts.decision import Decision, Status
 from plimsoll.artifacts.files import write_whole
+from plimsoll.artifacts.offloaded_state import OffloadedState
 from plimsoll.artifacts.tile import Tile
 from plimsoll.errors import InvalidOption, PlanNotUsable
 from plimsoll.units import format_bytes
@@ -261,10 +262,10 @@ class Plan(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
     """
 
     KIND: ClassVar[str] = "plan"
-    SCHEMA_VERSION: ClassVar[int] = 4
+    SCHEMA_VERSION: ClassVar[int] = 5
     """Schema 2 added the price of regions and the seconds of timeline points. Schema 3 added the bytes of the unmanaged step to
     timeline points. In older files these fields are ``None``. Schema 4 added the change to points of the frontier, and
-    tiles; in older files both are empty."""
+    tiles; in older files both are empty. Schema 5 added the state that is offloaded; in older files there is none."""
 
     schema_version: int = SCHEMA_VERSION
     status: Status
@@ -295,8 +296,8 @@ class Plan(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
     notes: tuple[str, ...] = ()
     solve_seconds: float = 0.0
     allow: tuple[str, ...] = ("recompute",)
-    """What the plan was allowed to do apart from keeping: ``recompute``, ``tile``, ``compress``, ``offload``, and
-    ``collectives`` (recomputation may run collectives again)."""
+    """What the plan was allowed to do apart from keeping: ``recompute``, ``tile``, ``compress``, ``offload``,
+    ``offload-state``, and ``collectives`` (recomputation may run collectives again)."""
     max_error: float | None = 0.0
     """The allowed relative error of the gradient, ‖Δg‖ / ‖g‖. ``None`` if a named strategy was followed, because its error is
     not limited."""
@@ -325,6 +326,9 @@ class Plan(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
     tiles: tuple[Tile, ...] = ()
     """The module calls that run in tiles, a few rows at a time. The bounds and gaps of the plan hold for steps with these
     tiles."""
+    state: OffloadedState | None = None
+    """Which optimizer state is on a link between steps; ``None`` if all of it stays on the device. The bounds and gaps of the
+    plan hold for steps with this decision."""
     framework: str = "torch"
     """The framework that the plan was made for; a plan for one framework cannot be applied to functions of another."""
 
@@ -334,7 +338,8 @@ class Plan(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
     @property
     def effect(self) -> tuple[object, ...]:
         """A key for comparing plans. Two plans with equal keys do the same, and differ only in predictions and reasons."""
-        return (*((tile.path, tile.count) for tile in self.tiles), *((r.name, *r.effect) for r in self.regions))
+        state = () if self.state is None else self.state.chunks
+        return (*((tile.path, tile.count) for tile in self.tiles), *state, *((r.name, *r.effect) for r in self.regions))
 
     @property
     def limits(self) -> tuple[str, ...]:
@@ -400,6 +405,8 @@ class Plan(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
     def _check_recomputing(self) -> None:
         """Raise ``PlanNotUsable`` if the plan does anything other than keep and recompute values, region by region."""
         why = "" if self.status.is_usable else f"its status is {self.status.value}"
+        if self.state is not None:
+            why = f"the plan offloads the state of {self.state.optimizer}, and a policy decides about activations alone"
         if self.compiled:
             why = "the plan is for parts that torch.compile compiles, where torch's partitioner decides what to save"
         for region in self.regions:

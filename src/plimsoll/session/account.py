@@ -94,7 +94,9 @@ class PlanRoom:
 
 
 def planned_state_bytes(plan: Plan) -> int:
-    """Return the bytes of optimizer state that a plan's prediction contains."""
+    """Return the bytes of optimizer state that a plan's prediction contains in forward and backward."""
+    if plan.state is not None:
+        return plan.state.resident_bytes
     return plan.classes.get(Category.OPTIMIZER_STATE, 0)
 
 

@@ -67,6 +67,7 @@ from plimsoll.session.pressure import Pressure
 from plimsoll.session.retry import Retry, floor_of
 from plimsoll.session.shapes import ShapePlans, can_follow_shapes
 from plimsoll.session.situations import MeteredSituations, Situation, planned_situation
+from plimsoll.session.state_offload import StateAtWork, most_offloaded, with_offloaded_state
 from plimsoll.session.states import TABLE, State, TrainingEvent
 from plimsoll.session.step_context import ContextWatch
 from plimsoll.session.step_levels import is_more
@@ -237,6 +238,8 @@ class Attachment(ShowsFigures, RemovedAtEnd):
         """What was found out for each set of frozen parameters (their names): the values of `_KNOWLEDGE`. The set that was met
         last is the last one.
         """
+        self._state_at_work: StateAtWork | None = None
+        """Keeps optimizer state offloaded, if the current plan does."""
         self._has_waited = False
         """Whether a warning said that attach waits for a call that trains parameters."""
         self.know_nothing()
@@ -339,6 +342,7 @@ class Attachment(ShowsFigures, RemovedAtEnd):
         self._steps.end_step()
         for each in (self._steps, self._watch, self._work, self._source, self._context):
             each.remove()
+        self._release_state()
         if self.state is State.MEASURING:
             self.state = State.UNTRACED
 
@@ -672,6 +676,9 @@ class Attachment(ShowsFigures, RemovedAtEnd):
             if self._options.may_tile and self._traced is None:
                 planner = with_best_tiles(planner, task, lambda options: planned(options=options)[0])
                 self._options = planner.options  # later steps run in the same tiles
+            if self._options.may_offload_state and self._traced is None:
+                planner = with_offloaded_state(planner, task)
+                self._options = planner.options  # later steps offload the same state
             traced = FirstStep(
                 planner,
                 call.situation.shapes,
@@ -775,6 +782,8 @@ class Attachment(ShowsFigures, RemovedAtEnd):
             try:
                 self._settle(traced, self._task(call) if has_trial else None, in_flight)
             except BudgetBelowFloor:
+                if self._offload_more(call):
+                    return
                 if not joins:
                     raise  # if it joins, a plan for existing gradients may still fit
             if joins and self.state is State.MEASURING:
@@ -785,6 +794,23 @@ class Attachment(ShowsFigures, RemovedAtEnd):
                 return
         if self.state is State.MEASURING:
             self._measure(call)
+
+    def _offload_more(self, call: TrainingCall) -> bool:
+        """Called if no plan fits after the first step was measured. If less optimizer state is offloaded than possible, offload
+        all that is possible, begin anew, and return True.
+
+        The share was chosen for the traced step. The loop's own step may need more: a loss outside of the model, or gradients
+        that wait.
+        """
+        if not self._options.may_offload_state:
+            return False
+        task = dataclasses.replace(self._task(call), optimizer=optimizer_in_view(self.model, self._optimizer))
+        most = most_offloaded(self._traced_step.planner, task)
+        if most is None or most.chunks == (self._options.state and self._options.state.chunks):
+            return False
+        self._options = dataclasses.replace(self._options, state=most)
+        self._begin(call)
+        return True
 
     def _measure(self, call: TrainingCall) -> None:
         """Measure the step that begins with this call. If this call is within a step that has already begun, do nothing."""
@@ -1274,9 +1300,28 @@ class Attachment(ShowsFigures, RemovedAtEnd):
         """Apply a plan. If its decisions have never run before, see to it that the next steps are measured."""
         with self._source.away():
             is_other = self._work.run(plan)
+        self._keep_state(plan)
         if is_other and plan.effect not in self._seen:
             self._seen.add(plan.effect)
             self._metered.expect()
+
+    def _keep_state(self, plan: Plan) -> None:
+        """Offload the optimizer state that the plan offloads, and no other."""
+        found, wanted = self._state_at_work, plan.state
+        if wanted is not None and found is not None and found.state.chunks == wanted.chunks:
+            return
+        if found is not None or wanted is not None:
+            self._release_state()
+            self._steps.held.state_has_moved()
+        if wanted is not None:
+            optimizer = optimizer_in_view(self.model, self._optimizer)
+            self._state_at_work = StateAtWork(self.model, optimizer, wanted, plan.host_budget_bytes)
+
+    def _release_state(self) -> None:
+        """Bring optimizer state back that is offloaded."""
+        found, self._state_at_work = self._state_at_work, None
+        if found is not None:
+            found.remove()
 
     def _task(self, call: TrainingCall) -> TrainingTask:
         task = task_of_call(self.model, call.args, call.kwargs)

@@ -147,6 +147,10 @@ class HeldByLoop:
             for levels in self._levels.values():
                 levels[:] = [each._replace(reading=each.reading + added_bytes) for each in levels]
 
+    def state_has_moved(self) -> None:
+        """Note that optimizer state was offloaded or brought back, so what was found of it before does not hold any more."""
+        self.state_bytes = 0
+
     def _look(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         fast = fast_weights(self._model)
         made, places = self._with_saved(fast), frozenset(map(id, fast))

@@ -77,6 +77,16 @@ def check_plan(plan: object) -> None:
         )
 
 
+def refuse_offloaded_state(plan: Plan, verb: str) -> None:
+    """Refuse a plan that offloads optimizer state, for a verb that does not run the optimizer as training does."""
+    if plan.state is not None:
+        raise PlanNotUsable(
+            f"{verb} cannot run this plan: it offloads the state of {plan.state.optimizer}.",
+            why="only plimsoll.apply and plimsoll.attach run the optimizer's step in chunks",
+            next="plan without 'offload-state' in allow=, or check this plan with plimsoll.verify",
+        )
+
+
 def refuse_other_model(model: nn.Module, plan: Plan) -> None:
     """Refuse a plan that was made for a model with another structure, or for another framework."""
     if plan.framework != "torch":

@@ -30,6 +30,7 @@ from plimsoll.tracing.meters.memory import (
     storage_bytes,
     storage_of,
 )
+from plimsoll.tracing.optimizer import present_states
 from plimsoll.tracing.recorder.calling import output_tensors
 from plimsoll.tracing.zero import optimizer_inside
 
@@ -292,7 +293,7 @@ def state_tensors(optimizer: Optimizer) -> list[torch.Tensor]:
     """Return the tensors of an optimizer's state. If its step is running and evaluates the model, as in L-BFGS, add the tensors
     that the step holds in local variables.
     """
-    return [*output_tensors(list(optimizer.state.values())), *output_tensors(_locals_of_step(optimizer))]
+    return [*output_tensors(list(present_states(optimizer).values())), *output_tensors(_locals_of_step(optimizer))]
 
 
 def _locals_of_step(optimizer: Optimizer) -> list[Any]:

@@ -15,6 +15,7 @@ import msgspec
 
 from plimsoll.artifacts.costs import Costs
 from plimsoll.artifacts.decision import Decision
+from plimsoll.artifacts.offloaded_state import OffloadedState
 from plimsoll.artifacts.plan import COLLECTIVES, LINK_NAMES, Plan
 from plimsoll.artifacts.region import IS_COLLECTIVE
 from plimsoll.artifacts.tile import Tile
@@ -29,11 +30,13 @@ from plimsoll.units import format_bytes, parse_budget
 if TYPE_CHECKING:
     from torch import nn
 
+OFFLOAD_STATE = "offload-state"
+"""The word in ``allow`` that permits plans to keep optimizer state on a link between steps."""
 AUTO_MARGIN = 0.08
 """``budget="auto"`` leaves this share of the device's memory free for allocator fragmentation, libraries' workspaces and
 others.
 """
-_ALLOWED = ("recompute", "tile", "compress", "offload", COLLECTIVES)
+_ALLOWED = ("recompute", "tile", "compress", "offload", OFFLOAD_STATE, COLLECTIVES)
 _WORD_OF = {Decision.RECOMPUTE: "recompute", Decision.COMPRESS: "compress", Decision.OFFLOAD: "offload"}
 
 
@@ -107,6 +110,8 @@ class PlanOptions:
     link: str = ""
     tiles: tuple[Tile, ...] = ()
     """The module calls that run in tiles in the steps that are planned. The planner chooses them, not the user."""
+    state: OffloadedState | None = None
+    """The optimizer state that is offloaded in the steps that are planned. The planner chooses it, not the user."""
 
     @classmethod
     def read(
@@ -172,7 +177,8 @@ class PlanOptions:
                 why=f"allow= is {words}",
                 next="pass allow=('recompute', 'compress'), or leave max_error out",
             )
-        if (self.link or self.host_budget_bytes is not None) and not self.may_offload:
+        may_send = self.may_offload or self.may_offload_state
+        if (self.link or self.host_budget_bytes is not None) and not may_send:
             raise InvalidStrategy(
                 f"{'link' if self.link else 'host_budget'}= is for offloaded values, but offloading is not allowed.",
                 why=f"allow= is {words}",
@@ -200,7 +206,16 @@ class PlanOptions:
                 )
 
     def refuse_tiles(self, what: str) -> None:
-        """Raise an error if tiles are allowed where they are not supported. ``what`` is the subject of its first sentence."""
+        """Raise an error if tiles or offloaded optimizer state are allowed where they are not supported. ``what`` is the
+        subject of its first sentence.
+        """
+        if self.may_offload_state:
+            raise InvalidStrategy(
+                f"{what} cannot offload optimizer state.",
+                why="only plan and attach decide about it, in one process, for models that torch.compile does not compile",
+                next=f"leave {OFFLOAD_STATE!r} out of allow=, or pass the uncompiled model and its optimizer to plimsoll.plan "
+                "or plimsoll.attach",
+            )
         if self.may_tile:
             raise InvalidStrategy(
                 f"{what} cannot run in tiles.",
@@ -250,6 +265,10 @@ class PlanOptions:
         return "tile" in self.allow
 
     @property
+    def may_offload_state(self) -> bool:
+        return OFFLOAD_STATE in self.allow
+
+    @property
     def may_repeat_collectives(self) -> bool:
         return COLLECTIVES in self.allow
 
@@ -274,7 +293,10 @@ class PlanOptions:
         """Return the limits that all regions share: the allowed error of the gradient, and the bytes on the host.
         ``error_scale`` is the measured error as a multiple of the expected one.
         """
-        return Limits((self.max_error / error_scale) ** 2, self.host_budget_bytes)
+        host_bytes = self.host_budget_bytes
+        if host_bytes is not None and self.state is not None:
+            host_bytes = max(0, host_bytes - self.state.link_bytes)
+        return Limits((self.max_error / error_scale) ** 2, host_bytes)
 
     def most_error(self, strategy: str) -> float | None:
         """Return the largest measured error that a plan of this strategy may have, or ``None`` if any error is allowed."""
@@ -286,6 +308,7 @@ class PlanOptions:
             plan,
             allow=self.allow,
             tiles=self.tiles,
+            state=self.state,
             max_error=self.most_error(plan.strategy),
             host_budget_bytes=self.host_budget_bytes,
         )
@@ -308,8 +331,8 @@ def _words(allow: Collection[str] | str) -> frozenset[str]:
             why=f"{unknown[0]!r} is not one of {', '.join(_ALLOWED)}"
             if unknown
             else "it is empty; to keep everything, use strategy='none'",
-            next="pass some of allow=('recompute', 'tile', 'compress', 'offload'), or also 'collectives' to let recipes repeat "
-            "them",
+            next="pass some of allow=('recompute', 'tile', 'compress', 'offload', 'offload-state'), or also 'collectives' to "
+            "let recipes repeat them",
         )
     return words
 

@@ -15,15 +15,17 @@ from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.progress import Progress, part_of, read_progress
 from plimsoll.artifacts.store import load_plan
 from plimsoll.engine.apply import Handle
-from plimsoll.errors import BudgetBelowFloor
+from plimsoll.errors import BudgetBelowFloor, InvalidStrategy
 from plimsoll.session.agreement import agreement_for, described
 from plimsoll.session.applied_budget import BudgetWatch
 from plimsoll.session.attachment import refuse_attached
 from plimsoll.session.compiled import compiled_planner, plans_compiled
 from plimsoll.session.manage import check_plan, manage_together, refuse_other_model, warn_of_other_device
+from plimsoll.session.optimizer_watch import optimizer_in_view
 from plimsoll.session.options import Budget, PlanOptions
 from plimsoll.session.rendezvous.exchange import TIMEOUT_SECONDS
 from plimsoll.session.retry import AppliedPlan, can_retry
+from plimsoll.session.state_offload import StateAtWork, with_offloaded_state
 from plimsoll.session.step_context import ContextWatch
 from plimsoll.session.step_planner import StepPlanner, eager_planner
 from plimsoll.session.task import TrainingTask, check_module
@@ -78,7 +80,7 @@ def plan(
         device_profile: plan for a device that is not here, from the catalogue (``"H100-SXM"``).
         allow: what the plan may do other than keep: ``recompute``, ``compress`` (codecs), ``offload`` (to pinned host memory
             from a GPU, else to disk), ``tile`` (run row-wise parts such as MLPs a few rows at a time; gradients are then equal
-            up to rounding, not bit for bit).
+            up to rounding, not bit for bit), ``offload-state`` (keep optimizer state in host memory or on disk between steps).
         max_error: the relative error ‖Δg‖ / ‖g‖ that lossy codecs may cause in the gradient (``0.01`` or ``"1%"``); 0 allows
             lossless codecs only. It is measured before the plan is returned.
         host_budget: bytes that offloaded values may take at the other end of the link.
@@ -143,6 +145,9 @@ def plan(
                 tiled.try_forms(step)
                 return tiled
 
+            if options.may_offload_state:
+                _refuse_named(strategy)
+                whole = planner = with_offloaded_state(whole, task)
             if options.may_tile and is_auto:
                 planner = with_best_tiles(whole, task, planner_with)
             solving = part_of(report, 0.7, 1.0)
@@ -160,10 +165,21 @@ def plan(
         return made
 
 
+def _refuse_named(strategy: str) -> None:
+    """Refuse a named strategy that may offload optimizer state: such a strategy decides about activations alone."""
+    if strategy != "auto":
+        raise InvalidStrategy(
+            f"strategy={strategy!r} cannot offload optimizer state.",
+            why="a named strategy decides about activations alone, and 'offload-state' is decided for a budget",
+            next="use strategy='auto' with a budget, or leave 'offload-state' out of allow=",
+        )
+
+
 def apply(
     model: nn.Module,
     plan: Plan,
     *,
+    optimizer: torch.optim.Optimizer | None = None,
     sentinel_every: int = 1,
     verify_every: int = 100,
     ranks: Sequence[int] | None = None,
@@ -179,6 +195,8 @@ def apply(
     Args:
         model: the model that the plan was made for.
         plan: a plan with a usable status.
+        optimizer: the optimizer that the plan was made with, if the plan offloads its state. By default, it is the only
+            optimizer in this process that trains the model.
         sentinel_every: in every n-th call of a region, rebuilt values are compared with samples from forward. Larger numbers
             cost less on models that are bound by launches.
         verify_every: in every n-th training call of the model, and in calls 2, 4, 8 … before, one region is verified bit for
@@ -195,9 +213,10 @@ def apply(
     Raises:
         PlanMismatch: the plan was made for another model (both fingerprints are shown), or a plan is applied already, or the
             model has a budget by ``plimsoll.attach``.
-        PlanNotUsable: ``plan`` is not a plan, or its status says that there is nothing to apply.
-        InvalidModel: torch.compile compiles the model, or every region that the plan manages.
-        InvalidOption: ``sentinel_every`` below 1, or ``verify_every`` below 0.
+        PlanNotUsable: ``plan`` is not a plan, or its status says that there is nothing to apply. InvalidModel: torch.compile
+        compiles the model, or every region that the plan manages. InvalidOption: ``sentinel_every`` below 1, or
+        ``verify_every`` below 0; or the plan offloads state, and the optimizer's step
+            cannot run in chunks.
         RanksDiffer: another rank has another plan; RankFailed: it could not apply it; RankMissing: it did not call.
 
     Example:
@@ -217,6 +236,9 @@ def apply(
         handle = manage_together(agreement, model, plan, sentinel_every=sentinel_every, verify_every=verify_every)
         try:
             handle.remove_with_me(ContextWatch(inner_module(model), plan.signature))
+            if plan.state is not None:
+                found = optimizer_in_view(model, optimizer)
+                handle.remove_with_me(StateAtWork(model, found, plan.state, plan.host_budget_bytes))
             budget_bytes = plan.budget_bytes_of_ranks.get(str(agreement.rank), plan.budget_bytes)
             if budget_bytes is not None:
                 watch = BudgetWatch(model, handle, plan, budget_bytes)

@@ -312,6 +312,7 @@ class AppliedPlan:
             host_budget_bytes=first.host_budget_bytes,
             link=first.link,
             tiles=first.tiles,
+            state=first.state,
         )
         optimizer = optimizer_in_view(inner_module(self._model))
         task = dataclasses.replace(task_of_call(self._model, args, kwargs), optimizer=optimizer)

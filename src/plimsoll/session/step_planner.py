@@ -18,6 +18,7 @@ import torch
 
 from plimsoll.artifacts.costs import Costs, OpCost
 from plimsoll.artifacts.decision import Status
+from plimsoll.artifacts.offloaded_state import OffloadedState
 from plimsoll.artifacts.plan import Plan, TimelinePoint
 from plimsoll.artifacts.progress import Progress, part_of, silent
 from plimsoll.artifacts.tile import Tile
@@ -46,6 +47,7 @@ from plimsoll.session.training_step import TrainingStep
 from plimsoll.session.trial import Gradients, Managing, TrialRun, confirmed, error_scale, run_trial
 from plimsoll.tracing.ddp import inner_module
 from plimsoll.tracing.fsdp2 import holds_gradients_back
+from plimsoll.tracing.optimizer import TRANSFER_OF_STATE, in_chunks
 from plimsoll.tracing.trace import trace as trace_step
 
 CLOSE = 0.15
@@ -88,8 +90,10 @@ def trace_and_cost(
     )
     progress("costing", 0.9)
     if traced.is_fake:
-        return traced, roofline_costs(traced, find_device(options.device_profile or "CPU"))
-    return traced, measured_costs(traced, measure_engine(traced))
+        costs = roofline_costs(traced, find_device(options.device_profile or "CPU"))
+    else:
+        costs = measured_costs(traced, measure_engine(traced))
+    return traced, _with_transfers(traced, costs, options.state)
 
 
 def trace_task(
@@ -115,7 +119,10 @@ def trace_task(
     )
     with in_tiles(inner_module(task.model), options.tiles):
         try:
-            return trace(optimizer=task.optimizer)
+            traced = trace(optimizer=task.optimizer)
+            if options.state is None or task.optimizer is None:
+                return traced
+            return in_chunks(traced, task.optimizer, inner_module(task.model), options.state.chunks)
         except (InvalidModel, TracingFailed):  # SparseAdam's step cannot be traced; attach measures its state instead
             if task.optimizer is None or not optimizer_is_optional:
                 raise
@@ -222,6 +229,21 @@ class StepPlanner:
         options = dataclasses.replace(self.options, tiles=tiles)
         traced = trace_task(task, options, optimizer_is_optional=True, repeats=0)
         return StepPlanner(traced, self.costs, options, self.own_budget_bytes)
+
+    def with_state(self, task: TrainingTask, state: OffloadedState) -> StepPlanner:
+        """Return a planner for the same step with this optimizer state offloaded. The step is not traced again."""
+        assert task.optimizer is not None
+        options = dataclasses.replace(self.options, state=state)
+        trace = in_chunks(self.trace, task.optimizer, inner_module(task.model), state.chunks)
+        if trace.is_fake:
+            ops = roofline_costs(trace, find_device(options.device_profile or "CPU")).ops
+        else:
+            ops = measured_costs(trace).ops
+        costs = msgspec.structs.replace(self.costs, ops={**ops, **self.costs.ops})
+        made = StepPlanner(trace, _with_transfers(trace, costs, state), options, self.own_budget_bytes, self._agreement)
+        made._sensed, made.gradients, made.loss_share = self._sensed, self.gradients, self.loss_share
+        made._unmanaged = self._unmanaged or self.extremes.lowest
+        return made
 
     def compare_with(self, whole: StepPlanner) -> None:
         """From now on, compare plans with the unmanaged step of another planner: with the step that does not run in tiles."""
@@ -608,6 +630,15 @@ class StepPlanner:
     def _sense(self, step: TrainingStep) -> Sensed:
         lowest = self.options.written_into(self.extremes.lowest)
         return sense_forms(step, self.trace, self.costs, lowest, self.options)
+
+
+def _with_transfers(trace: Trace, costs: Costs, state: OffloadedState | None) -> Costs:
+    """Return the costs with the seconds that the optimizer's step waits for the link."""
+    if state is None:
+        return costs
+    keys = [op.cost_key for op in trace.ops if op.name == TRANSFER_OF_STATE]
+    waits = {key: OpCost(seconds=state.seconds / len(keys)) for key in keys}
+    return msgspec.structs.replace(costs, ops={**costs.ops, **waits})
 
 
 def _as_if_timed_together(trace: Trace, first: Costs, second: Costs) -> Costs:

@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from plimsoll.engine.optimizer_state.away import OffloadedStates
 from plimsoll.tracing.ddp import begin_anew
 from plimsoll.tracing.fsdp2 import KeptWaiting, every_parameter, release_gathered
 from plimsoll.tracing.local_tensors import gradient_of, local_of, version_of
@@ -74,6 +75,8 @@ class StepSnapshot:
         self._attributes = KeptContents(values, left_out=parts)
         self._optimizers: dict[int, tuple[Optimizer, KeptContents]] = {}
         self._stepping: Optimizer | None = None
+        self._has_offloaded = False
+        """Whether an optimizer has stepped whose state is offloaded."""
         self._hooks: list[Any] = []
 
     def __enter__(self) -> StepSnapshot:
@@ -94,6 +97,8 @@ class StepSnapshot:
 
     def written(self) -> str:
         """Return a text that describes a write that cannot be undone, or "" if everything can be restored."""
+        if self._has_offloaded:
+            return "an optimizer has stepped whose state is offloaded"
         kept = [contents for _, contents in self._optimizers.values()]
         for parameter, version in self._parameters:
             if version_of(parameter) != version and not any(parameter in contents for contents in kept):
@@ -128,7 +133,9 @@ class StepSnapshot:
         if any(isinstance(p, FakeTensor) for group in optimizer.param_groups for p in group["params"]):
             return  # a fake copy of an optimizer: tracing runs its step
         self._stepping = optimizer
-        if id(optimizer) not in self._optimizers:
+        if isinstance(optimizer.state, OffloadedStates):
+            self._has_offloaded = True  # a copy of all its state would not fit on the device
+        elif id(optimizer) not in self._optimizers:
             self._optimizers[id(optimizer)] = (optimizer, KeptContents([vars(optimizer)]))
 
     def _ended(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from plimsoll.artifacts.offloaded_state import OffloadedState
 from plimsoll.engine.sensing import squared_distance, squared_norm
 from plimsoll.errors import InvalidModel, InvalidOption
 from plimsoll.tracing.ddp import Twins, bucket_bytes, inner_module
@@ -30,6 +31,7 @@ from plimsoll.tracing.fsdp2 import (
 from plimsoll.tracing.local_tensors import beside_weights, densified, gradient_of, local_of
 from plimsoll.tracing.meters.memory import PeakMeter, storage_bytes
 from plimsoll.tracing.meters.workspaces import release_library_workspaces
+from plimsoll.tracing.optimizer import present_states
 from plimsoll.tracing.recorder.calling import (
     Context,
     Loss,
@@ -260,14 +262,17 @@ class TrainingStep:
 
     def optimizer_bytes(self) -> int:
         """Return the bytes of existing optimizer state."""
-        state = [] if self._optimizer is None else list(self._optimizer.state.values())
+        state = [] if self._optimizer is None else list(present_states(self._optimizer).values())
         return storage_bytes(output_tensors(state), self.device)
 
-    def absent_state_bytes(self, expected_bytes: int) -> int:
+    def absent_state_bytes(self, expected_bytes: int, state: OffloadedState | None = None) -> int:
         """Return how many of the ``expected_bytes`` of optimizer state do not exist yet. State of an unknown optimizer counts
         as absent.
+
+        If ``state`` is given, the result is negative if state is on the device now that a plan would offload.
         """
-        return max(0, expected_bytes - self.optimizer_bytes())
+        absent_bytes = expected_bytes - self.optimizer_bytes()
+        return absent_bytes if state is not None else max(0, absent_bytes)
 
     def gradients(self) -> dict[str, torch.Tensor | None]:
         """Return the gradients of the last run by parameter name. They are aliases, not copies, except sparse ones.

@@ -19,9 +19,9 @@ import torch
 
 from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.progress import Progress
-from plimsoll.artifacts.trace import Category
 from plimsoll.engine.apply import Handle
 from plimsoll.errors import BudgetBelowFloor
+from plimsoll.session.account import planned_state_bytes
 from plimsoll.session.manage import manage
 from plimsoll.session.training_step import TrainingStep, relative_error
 from plimsoll.tracing.recorder.untouched import untouched
@@ -101,7 +101,7 @@ def run_trial(
             error = relative_error(gradients, step.gradients())
     # Add state that does not exist yet to the recording step too: a resumed training, or `verify`, records the plan when the
     # state exists. When it was added to the steady step alone, 5 of 8 plans were up to 1% over their budget there.
-    absent_bytes = step.absent_state_bytes(plan.classes.get(Category.OPTIMIZER_STATE, 0))
+    absent_bytes = step.absent_state_bytes(planned_state_bytes(plan), plan.state)
     taken_bytes = max(recording.peak_bytes, steady.peak_bytes)
     return TrialRun(
         taken_bytes + absent_bytes,

@@ -55,7 +55,7 @@ def assemble(log: StepLog, optimizer: OptimizerLog | None, *, beside: Mapping[st
     storages, ids = _storages(log, optimizer)
     if optimizer is not None:
         ops += optimizer.ops()
-        specs |= optimizer.tracer.specs
+        specs |= optimizer.specs()
     for label, held_bytes in beside.items():
         if held_bytes:
             category = Category.COMMUNICATION
@@ -121,7 +121,7 @@ def _storages(log: StepLog, optimizer: OptimizerLog | None) -> tuple[list[Storag
     The ids do not have gaps, and the optimizer's storages are last.
     """
     tracer = log.tracer
-    last = tracer.tick + (0 if optimizer is None else optimizer.tracer.tick)
+    last = tracer.tick + (0 if optimizer is None else optimizer.ticks)
     dies = _deaths(log, last)
     owners = {
         storage: index

@@ -11,11 +11,13 @@ Known weakness: if a step reads a number from such a copy (Adafactor: the norm o
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import copy
 import functools
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -25,8 +27,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.optim import LBFGS, Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from plimsoll.artifacts.offloaded_state import LEAST_STATE_BYTES
 from plimsoll.artifacts.region import Origin
-from plimsoll.artifacts.trace import Category, Phase, Storage, Trace, TraceOp
+from plimsoll.artifacts.trace import Category, OpSpec, Phase, Storage, Trace, TraceOp
 from plimsoll.errors import InvalidModel, TracingFailed
 from plimsoll.tracing.fake import KnownValues, fake_like
 from plimsoll.tracing.fsdp2 import every_parameter
@@ -40,6 +43,11 @@ _PATCHED = ("step", "profile_hook_step")
 """Names of attributes that schedulers and profilers set on an optimizer in order to wrap its methods."""
 
 
+_STATE = "optimizer state:"
+TRANSFER_OF_STATE = "transfer of optimizer state"
+"""The name of the ops that represent transfers of optimizer state between two chunks of a step."""
+
+
 @dataclass(frozen=True, slots=True)
 class OptimizerLog:
     """Data: the log of one traced optimizer step. It has the tracer, and the ids of the storages that are optimizer state."""
@@ -47,13 +55,42 @@ class OptimizerLog:
     name: str
     tracer: StepTracer
     states: frozenset[int]
+    starts: tuple[int, ...] = ()
+    """The ticks of the tracer at which the chunks of a step in chunks begin, and the tick at which the last one ends; empty for
+    a step that runs as a whole. At each of them, the log has one more op: the transfer of state."""
+    chunk_of: Mapping[int, int] = field(default_factory=dict)
+    """The chunk of each storage of state that is on the device only while its chunk is stepped."""
+
+    @property
+    def ticks(self) -> int:
+        """The number of ops of the step, with the transfers of state."""
+        return self.tracer.tick + len(self.starts)
+
+    def _moved(self, tick: int) -> int:
+        """Return the place of an op of the tracer among all ops."""
+        return tick + bisect.bisect_right(self.starts, tick)
+
+    def _transfer(self, number: int) -> int:
+        """Return the place of the transfer before a chunk among all ops."""
+        return self.starts[number] + number
 
     def ops(self) -> list[TraceOp]:
         """Return the ops of the step in the form of a trace's ops."""
-        return [
+        found = [
             TraceOp(name=op.name, module=self.name, phase=Phase.OPTIMIZER, cost_key=op.cost_key)
             for op in self.tracer.ops
         ]
+        for number in range(len(self.starts)):
+            key = f"{TRANSFER_OF_STATE}#{number}"
+            transfer = TraceOp(name=TRANSFER_OF_STATE, module=self.name, phase=Phase.OPTIMIZER, cost_key=key)
+            found.insert(self._transfer(number), transfer)
+        return found
+
+    def specs(self) -> dict[str, OpSpec]:
+        """Return what a roofline needs of each distinct op. It gives transfers 0 s: their time depends on the link."""
+        keys = (f"{TRANSFER_OF_STATE}#{number}" for number in range(len(self.starts)))
+        transfers = {key: OpSpec(name=TRANSFER_OF_STATE, flops=0, moved_bytes=0, dtype="") for key in keys}
+        return dict(self.tracer.specs) | transfers
 
     def storages(self, first_id: int, first_tick: int) -> list[Storage]:
         """Return the storages of the optimizer's state and of the temporaries of the step, in the form of a trace's storages.
@@ -64,36 +101,54 @@ class OptimizerLog:
         known = [
             (storage, born) for storage, born in sorted(tracer.born.items()) if born >= 0 or storage in self.states
         ]
+
+        def life(storage: int, born: int) -> tuple[int, int]:
+            chunk = self.chunk_of.get(storage)
+            if chunk is not None:  # it arrives while the chunk before it leaves, and leaves while the next one arrives
+                return first_tick + self._transfer(chunk), first_tick + self._transfer(chunk + 1) + 1
+            dies = tracer.dies.get(storage)
+            # What a chunk's last op frees is free before the transfer that follows.
+            ends = self.ticks if dies is None else dies + bisect.bisect_left(self.starts, dies)
+            return -1 if born < 0 else first_tick + self._moved(born), first_tick + ends
+
         return [
             Storage(
                 id=first_id + position,
                 bytes=tracer.first_value(storage).bytes,
                 category=Category.OPTIMIZER_STATE if storage in self.states else Category.TEMPORARY,
                 label=tracer.first_value(storage).name,
-                born=-1 if born < 0 else first_tick + born,
-                dies=first_tick + tracer.dies.get(storage, tracer.tick),
+                born=life(storage, born)[0],
+                dies=life(storage, born)[1],
             )
             for position, (storage, born) in enumerate(known)
         ]
 
 
 def trace_optimizer(
-    optimizer: Optimizer, model: nn.Module, without_gradient: frozenset[str], *, on_gpu: bool
+    optimizer: Optimizer,
+    model: nn.Module,
+    without_gradient: frozenset[str],
+    *,
+    on_gpu: bool,
+    chunks: Sequence[Collection[str]] = (),
 ) -> OptimizerLog:
     """Trace one step of a copy of ``optimizer``, and return its log. The optimizer and its parameters do not change.
 
-    The step skips the parameters in ``without_gradient``. It uses loops or multi-tensor (foreach) ops, depending on what torch
+    The step skips the parameters in ``without_gradient``. With ``chunks`` (names of parameters), it runs in chunks, and the
+    large tensors of their state are on the device only meanwhile.
+
+    The step uses loops or multi-tensor (foreach) ops, depending on what torch
     chooses on a GPU or a CPU.
 
     Raises:
         InvalidModel: the optimizer does not hold a parameter of the model.
         TracingFailed: the optimizer cannot be copied, or its step needs real numbers or a closure.
     """
-    names = _parameter_names(optimizer, model)
+    names = parameter_names(optimizer, model)
     for mode in (None, FakeTensorMode(allow_non_fake_inputs=True)):
         try:
             with torch.random.fork_rng(devices=[]):
-                return _traced(optimizer, names, without_gradient, mode, on_gpu=on_gpu)
+                return _traced(optimizer, names, without_gradient, mode, on_gpu=on_gpu, chunks=chunks)
         except torch.OutOfMemoryError:
             raise
         except (TypeError, ValueError, RuntimeError, LookupError, AttributeError, AssertionError) as error:
@@ -113,6 +168,7 @@ def _traced(
     mode: FakeTensorMode | None,
     *,
     on_gpu: bool,
+    chunks: Sequence[Collection[str]],
 ) -> OptimizerLog:
     """Run two steps of a copy of the optimizer, and return the log of the second.
 
@@ -130,11 +186,47 @@ def _traced(
                 twins[id(parameter)].grad = torch.empty_like(twins[id(parameter)])
         step = functools.partial(_step_lbfgs, twin) if isinstance(twin, LBFGS) else twin.step
         step()
-        tracer, states = _register(twin, {id(p): names[key] for key, p in twins.items() if key in names})
+        named = {id(p): names[key] for key, p in twins.items() if key in names}
+        tracer, states = _register(twin, named)
         with tracer:
-            step()
+            starts = [tracer.tick, *_in_chunks(twin, named, chunks, tracer)] if chunks else []
+            if not chunks or any(group["params"] for group in twin.param_groups):
+                step()
         tracer.note_deaths()
-    return OptimizerLog(type(optimizer).__name__, tracer, states)
+        chunk_of = _chunk_of(twin, named, chunks, tracer)
+    return OptimizerLog(type(optimizer).__name__, tracer, states, tuple(starts), chunk_of)
+
+
+def _in_chunks(
+    twin: Optimizer, names: Mapping[int, str], chunks: Sequence[Collection[str]], tracer: StepTracer
+) -> Iterator[int]:
+    """Step the chunks of an optimizer one after the other, and yield the tick at which each ends. At the end, the groups hold
+    only the parameters of no chunk.
+    """
+    whole = [list(group["params"]) for group in twin.param_groups]
+    members = [frozenset(chunk) for chunk in chunks]
+    for chunk in members:
+        for group, params in zip(twin.param_groups, whole, strict=True):
+            group["params"] = [each for each in params if names.get(id(each)) in chunk]
+        twin.step()
+        tracer.note_deaths()
+        yield tracer.tick
+    inside = frozenset().union(*members)
+    for group, params in zip(twin.param_groups, whole, strict=True):
+        group["params"] = [each for each in params if names.get(id(each)) not in inside]
+
+
+def _chunk_of(
+    twin: Optimizer, names: Mapping[int, str], chunks: Sequence[Collection[str]], tracer: StepTracer
+) -> dict[int, int]:
+    numbers = {name: number for number, chunk in enumerate(chunks) for name in chunk}
+    return {
+        tracer.table.find(tensor): numbers[names[id(parameter)]]
+        for parameter, state in twin.state.items()
+        if names.get(id(parameter)) in numbers
+        for tensor in state.values()
+        if isinstance(tensor, torch.Tensor) and tensor.nbytes >= LEAST_STATE_BYTES
+    }
 
 
 def with_options(
@@ -155,9 +247,36 @@ def with_options(
     """
     other = copy.copy(optimizer)  # shares parameters and state
     other.param_groups = [{**group, **options} for group in optimizer.param_groups]
-    log = trace_optimizer(other, model, without_gradient, on_gpu=runs_gpu_kernels(trace.device))
+    return _with_step(trace, trace_optimizer(other, model, without_gradient, on_gpu=runs_gpu_kernels(trace.device)))
+
+
+def in_chunks(trace: Trace, optimizer: Optimizer, model: nn.Module, chunks: Sequence[Collection[str]]) -> Trace:
+    """Return a trace with the forward and backward of ``trace``, whose optimizer steps ``chunks`` (names of parameters) one
+    after the other. The state of these parameters is on the device only while their chunk is stepped.
+
+    Raises:
+        TracingFailed: as ``trace`` raises it.
+    """
+    known = frozenset(state_bytes(trace))
+    without = frozenset(parameter_names(optimizer, model).values()) - known
+    on_gpu = runs_gpu_kernels(trace.device)
+    return _with_step(trace, trace_optimizer(optimizer, model, without, on_gpu=on_gpu, chunks=chunks))
+
+
+def state_bytes(trace: Trace) -> dict[str, list[int]]:
+    """Return the sizes in bytes of the tensors of optimizer state in a trace, by the name of their parameter."""
+    found: dict[str, list[int]] = {}
+    for storage in trace.storages:
+        if storage.category is Category.OPTIMIZER_STATE:
+            name = storage.label.removeprefix(_STATE).rpartition(".")[0]
+            found.setdefault(name, []).append(storage.bytes)
+    return found
+
+
+def _with_step(trace: Trace, log: OptimizerLog) -> Trace:
+    """Return the trace with this step of the optimizer instead of its own."""
     first = next((t for t, op in enumerate(trace.ops) if op.phase is Phase.OPTIMIZER), len(trace.ops))
-    last, end = len(trace.ops), first + log.tracer.tick
+    last, end = len(trace.ops), first + log.ticks
     kept = [s for s in trace.storages if s.born < first and s.category is not Category.OPTIMIZER_STATE]
     assert [s.id for s in kept] == list(range(len(kept)))
     storages = [msgspec.structs.replace(s, dies=end if s.dies >= last else min(s.dies, first)) for s in kept]
@@ -165,7 +284,7 @@ def with_options(
     return msgspec.structs.replace(
         trace,
         ops=(*trace.ops[:first], *log.ops()),
-        specs=trace.specs | log.tracer.specs,
+        specs=trace.specs | log.specs(),
         storages=tuple(storages),
     )
 
@@ -186,7 +305,7 @@ def _parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:
         yield from group["params"]
 
 
-def _parameter_names(optimizer: Optimizer, model: nn.Module) -> dict[int, str]:
+def parameter_names(optimizer: Optimizer, model: nn.Module) -> dict[int, str]:
     """Return a mapping from ``id`` to name, for all parameters that the optimizer holds on the model's devices.
 
     Parameters of a loss, and of layers that were taken out of the model, count too: their state is on the device as well, and
@@ -198,6 +317,14 @@ def _parameter_names(optimizer: Optimizer, model: nn.Module) -> dict[int, str]:
     devices = {parameter.device for parameter in model.parameters()}
     others = (each for each in _parameters(optimizer) if id(each) not in names and each.device in devices)
     return names | {id(each): f"outside of the model.{number}" for number, each in enumerate(others)}
+
+
+def present_states(optimizer: Optimizer) -> dict[Any, Any]:
+    """Return the present state of an optimizer by parameter. State that is offloaded does not come back: stand-ins on the
+    meta device are in its place.
+    """
+    states = optimizer.state
+    return dict(dict.items(states) if isinstance(states, dict) else states.items())
 
 
 def refuse_optimizer_of_another(optimizer: Optimizer, model: nn.Module) -> None:
@@ -224,10 +351,11 @@ def _copy(
     """
     twin: Optimizer = object.__new__(type(optimizer))
     memo: dict[int, Any] = dict(twins)
-    for _, tensor in _state_tensors(list(optimizer.state.values())):
+    for _, tensor in _state_tensors(list(present_states(optimizer).values())):
         if tensor.numel() > 1 and id(tensor) not in memo:
             memo[id(tensor)] = _twin_of(tensor, mode)
     own = {name: value for name, value in vars(optimizer).items() if name not in _PATCHED and "hook" not in name}
+    own["state"] = defaultdict(dict, present_states(optimizer))
     twin.__setstate__(copy.deepcopy(own, memo))
     if on_gpu:
         for group in twin.param_groups:
@@ -279,7 +407,7 @@ def _register(twin: Optimizer, names: dict[int, str]) -> tuple[StepTracer, froze
         for key, value in _state_tensors(state):
             known = tracer.table.find(value)
             if known < 0:
-                tracer.add_static(value, Origin.BUFFER, f"optimizer state:{owner}.{key}")
+                tracer.add_static(value, Origin.BUFFER, f"{_STATE}{owner}.{key}")
                 states.add(tracer.table.find(value))
     return tracer, frozenset(states)
 

@@ -36,9 +36,10 @@ from plimsoll.analysis.verify.tile_rounding import measure_tile_rounding
 from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.progress import Progress, part_of, silent
 from plimsoll.artifacts.receipt import Receipt, ReceiptVerdict
-from plimsoll.artifacts.trace import Category, Phase
+from plimsoll.artifacts.trace import Phase
 from plimsoll.engine.tiles import in_tiles
 from plimsoll.errors import InvalidOption
+from plimsoll.session.account import planned_state_bytes
 from plimsoll.session.agreement import Agreement, agreement_for, described, plan_facts
 from plimsoll.session.manage import check_plan, manage, refuse_other_device, refuse_other_model, refuse_other_signature
 from plimsoll.session.options import read_error
@@ -299,7 +300,7 @@ def _hold_plan(
         rounding = compiled_rounding(step, units, evidence.gradients)
     tile_rounding = measure_tile_rounding(task, step, plan)
     step.clear_gradients()
-    absent_bytes = step.absent_state_bytes(plan.classes.get(Category.OPTIMIZER_STATE, 0))
+    absent_bytes = step.absent_state_bytes(planned_state_bytes(plan), plan.state)
     return make_receipt(
         step,
         evidence,
@@ -382,7 +383,7 @@ def _notes(step: TrainingStep, plan: Plan, absent_bytes: int) -> tuple[str, ...]
             f"measured peaks include {format_bytes(absent_bytes)} of optimizer state that does not exist yet: the plan counts "
             "it, and the optimizer makes it in its first step"
         )
-    unplanned_bytes = step.optimizer_bytes() - plan.classes.get(Category.OPTIMIZER_STATE, 0)
+    unplanned_bytes = step.optimizer_bytes() - planned_state_bytes(plan)
     if unplanned_bytes > _STATE_NOISE * step.optimizer_bytes():
         notes.append(
             f"measured peaks include {format_bytes(unplanned_bytes)} of optimizer state that the plan does not count: "

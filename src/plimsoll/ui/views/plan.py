@@ -100,7 +100,8 @@ def _statement(plan: Plan) -> str:
         f"The plan {plan.strategy!r}, made {limit}, is predicted to peak at {format_bytes(plan.predicted_peak_bytes)} "
         f"instead of {format_bytes(plan.baseline_peak_bytes)}, for {format_more(plan.predicted_overhead)} time a step. "
     )
-    beside = " with these tiles" if plan.tiles else ""
+    fixed = [name for name, has in (("tiles", plan.tiles), ("offloaded state", plan.state is not None)) if has]
+    beside = f" with {'these' if plan.tiles else 'this'} {' and '.join(fixed)}" if fixed else ""
     if not _has_bound(plan):
         return text.strip()
     if plan.status is Status.OPTIMAL:
@@ -129,6 +130,7 @@ def plan_figures(plan: Plan) -> list[tuple[str, str]]:
         ),
         *_bound_figures(plan),
         *_tiles(plan),
+        *_state(plan),
         *_packing_figures(plan),
         ("costs", f"{plan.cost_source} on {plan.cost_device}{solved}"),
     ]
@@ -176,6 +178,20 @@ def _tiles(plan: Plan) -> list[tuple[str, str]]:
         ("tiles", f"{compress_names(paths)}: {count} tiles of {rows} rows, so gradients are equal up to rounding")
         for (count, rows), paths in groups.items()
     ]
+
+
+def _state(plan: Plan) -> list[tuple[str, str]]:
+    """Return one row on the optimizer state that is offloaded, as pairs of name and text."""
+    state = plan.state
+    if state is None:
+        return []
+    where = "on disk" if state.link == "disk" else "in host memory"
+    share = state.seconds / plan.baseline_seconds if plan.baseline_seconds else 0.0
+    text = (
+        f"{format_bytes(state.offloaded_bytes)} of {format_bytes(state.state_bytes)} of {state.optimizer}'s state {where}, "
+        f"{format_share(share)} a step; stepped in {len(state.chunks)} chunks"
+    )
+    return [("optimizer state", text)]
 
 
 def _packing_figures(plan: Plan) -> list[tuple[str, str]]:

@@ -1,0 +1,261 @@
+"""Chooses the parameters whose optimizer state is on a link between steps, and keeps it there while a plan is applied.
+
+One number decides: the share of the state that is offloaded. The parameters with the least state come first, so a large
+embedding, whose state alone would fill the device while it is stepped, is last. Its parameters are stepped in chunks of at most
+a thirty-second of the offloaded state, or of one parameter if that is more: two chunks may be on the device at the same time.
+
+The planner replaces the optimizer's step in the trace by the step in chunks, with the waits for the link as ops. So all other
+decisions are made for that step as for any step. The smallest share that fits the budget comes first, and larger shares are
+tried as long as they give a faster plan: they wait longer for the link, but leave more memory to keep activations.
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import math
+from collections.abc import Collection
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from plimsoll.artifacts.forms import LinkCost
+from plimsoll.artifacts.offloaded_state import LEAST_STATE_BYTES, OffloadedState
+from plimsoll.engine.offload.measure import measure_link
+from plimsoll.engine.offload.open import default_link_name, open_link
+from plimsoll.engine.optimizer_state.by_parameter import check_steps_by_parameter
+from plimsoll.engine.optimizer_state.offload import StateOffload
+from plimsoll.errors import BudgetBelowFloor, InvalidOption, PlanMismatch
+from plimsoll.planning.costing.devices import find_device
+from plimsoll.planning.costing.host import host_link
+from plimsoll.session.options import PlanOptions
+from plimsoll.session.step_planner import StepPlanner
+from plimsoll.session.task import TrainingTask
+from plimsoll.tracing.ddp import inner_module
+from plimsoll.tracing.optimizer import parameter_names, state_bytes
+from plimsoll.tracing.zero import optimizer_inside
+
+_SHARES = 8
+_PARTS = 32
+"""A chunk has at most this part of the offloaded state, unless one parameter has more."""
+
+
+def with_offloaded_state(whole: StepPlanner, task: TrainingTask) -> StepPlanner:
+    """Return the planner of the step that offloads as much optimizer state as gives the fastest plan within the budget. It is
+    ``whole``, the planner of the step with all state on the device, if that is the fastest, or if everything fits without a
+    plan.
+
+    If no plan fits, the planner with the lowest peak is returned.
+
+    Raises:
+        InvalidOption: the task has no optimizer, or its step cannot run in chunks.
+    """
+    optimizer = checked_optimizer(task)
+    if whole.budget_bytes is None or whole.fits_unmanaged():
+        return whole
+    check_steps_by_parameter(optimizer)
+    choices = _choices(whole, task, optimizer)
+
+    @functools.cache
+    def offloading(at: int) -> tuple[StepPlanner, float]:
+        planner = whole.with_state(task, choices[at])
+        return planner, _seconds(planner)
+
+    best, seconds = whole, _seconds(whole)
+    if not choices:
+        return whole
+    first = 0
+    if seconds == math.inf:
+        budget_bytes = whole.budget_bytes
+        first = bisect.bisect_left(
+            range(len(choices)), True, key=lambda at: offloading(at)[0].floor_bytes <= budget_bytes
+        )
+        if first == len(choices):
+            return min((whole, offloading(first - 1)[0]), key=lambda planner: planner.floor_bytes)
+    for at in range(first, len(choices)):
+        planner, found = offloading(at)
+        if found >= seconds and seconds < math.inf:
+            break
+        best, seconds = planner, found
+    return best
+
+
+def most_offloaded(planner: StepPlanner, task: TrainingTask) -> OffloadedState | None:
+    """Return the decision that offloads as much state as possible; ``None`` if there is no state to offload."""
+    choices = _choices(planner, task, checked_optimizer(task))
+    return choices[-1] if choices else None
+
+
+def checked_optimizer(task: TrainingTask) -> Optimizer:
+    """Return the optimizer of a task whose state may be offloaded.
+
+    Raises:
+        InvalidOption: there is none, or DeepSpeed moves its state itself.
+    """
+    if task.optimizer is None:
+        raise InvalidOption(
+            "allow= has 'offload-state', but no optimizer is known.",
+            why="its state is what would be offloaded, and its step runs in chunks",
+            next="pass optimizer=, or create the optimizer before the first training call of an attached model",
+        )
+    if optimizer_inside(inner_module(task.model)) is not None:
+        raise InvalidOption(
+            "allow= has 'offload-state', but DeepSpeed steps this model.",
+            why="DeepSpeed's engine decides itself where optimizer state is",
+            next="use DeepSpeed's \"offload_optimizer\", or leave 'offload-state' out of allow=",
+        )
+    return task.optimizer
+
+
+def _choices(planner: StepPlanner, task: TrainingTask, optimizer: Optimizer) -> list[OffloadedState]:
+    """Return the decisions to choose from, those that offload least first."""
+    sizes = {
+        name: sum(size for size in each if size >= LEAST_STATE_BYTES)
+        for name, each in state_bytes(planner.trace).items()
+    }
+    named = _named_parameters(optimizer, inner_module(task.model))
+    movable = {name: sizes[name] for name in named if sizes.get(name)}
+    if not movable:
+        return []
+    link = _link_cost(planner.options, next(iter(named.values())).device)
+    total, known = sum(movable.values()), sum(map(sum, state_bytes(planner.trace).values()))
+    found: dict[tuple[str, ...], OffloadedState] = {}
+    for share in range(1, _SHARES + 1):
+        chosen: set[str] = set()
+        taken = 0
+        for name in sorted(movable, key=lambda name: movable[name]):
+            if taken * _SHARES >= share * total:
+                break
+            chosen.add(name)
+            taken += movable[name]
+        names = tuple(name for name in movable if name in chosen)
+        undo = {name: named[name].nbytes for name in names}
+        made = _decision(names, movable, undo, type(optimizer).__name__, known, link)
+        host_bytes = planner.options.host_budget_bytes
+        if host_bytes is None or made.link_bytes <= host_bytes:
+            found[names] = made
+    return list(found.values())
+
+
+def _decision(
+    names: tuple[str, ...],
+    sizes: dict[str, int],
+    undo: dict[str, int],
+    optimizer: str,
+    state_bytes_: int,
+    link: LinkCost,
+) -> OffloadedState:
+    offloaded = sum(sizes[name] for name in names)
+    chunks: list[list[str]] = []
+    room = 0
+    for name in names:
+        if not chunks or sizes[name] > room:
+            chunks.append([])
+            room = max(offloaded // _PARTS, sizes[name])
+        chunks[-1].append(name)
+        room -= sizes[name]
+    bytes_of = [sum(sizes[name] for name in chunk) for chunk in chunks]
+    saved = [sum(undo[name] for name in chunk) for chunk in chunks]
+    # Before a chunk, its state arrives, the chunk before it leaves, and the old values of its parameters leave too.
+    waits = [
+        (arriving, leaving + beside)
+        for arriving, leaving, beside in zip([*bytes_of, 0], [0, *bytes_of], [*saved, 0], strict=True)
+    ]
+    together = sum if link.name == "disk" else max  # a disk's copies share the host's threads and memory
+    seconds = sum(
+        together((into / link.in_bytes_per_second, out / link.out_bytes_per_second)) + link.latency_seconds
+        for into, out in waits
+    )
+    return OffloadedState(
+        optimizer=optimizer,
+        link=link.name,
+        chunks=tuple(map(tuple, chunks)),
+        state_bytes=state_bytes_,
+        offloaded_bytes=offloaded,
+        chunk_bytes=max(bytes_of),
+        link_bytes=2 * offloaded + sum(saved),
+        seconds=seconds,
+    )
+
+
+def _link_cost(options: PlanOptions, device: torch.device) -> LinkCost:
+    if options.device_profile is not None or device.type == "meta":
+        return host_link(find_device(options.device_profile or "CPU"))
+    name = options.link or default_link_name(device)
+    with open_link(name, device, host_budget=options.host_budget_bytes, directory=None) as link:
+        speed = measure_link(link, device)
+    return LinkCost(
+        name=name,
+        out_bytes_per_second=speed.out_bytes_per_second,
+        in_bytes_per_second=speed.in_bytes_per_second,
+        latency_seconds=speed.latency_seconds,
+    )
+
+
+def _seconds(planner: StepPlanner) -> float:
+    """Return the predicted seconds of the step under the plan for the budget; infinity if no plan fits."""
+    try:
+        plan = planner.solve(planner.budget_bytes)
+    except BudgetBelowFloor:
+        return math.inf
+    return plan.predicted_seconds if plan.status.is_usable else math.inf
+
+
+class StateAtWork:
+    """Keeps optimizer state offloaded as a plan says, until `remove`. State that came back because it was read leaves again
+    before each forward of the model.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer: Optimizer | None, state: OffloadedState, host_budget_bytes: int | None = None
+    ) -> None:
+        """Send the state away.
+
+        Raises:
+            PlanMismatch: the optimizer is unknown, of another class, or does not hold the parameters of the plan.
+            InvalidOption: its step cannot run in chunks, or other code has replaced it.
+        """
+        self.state = state
+        model = inner_module(model)
+        optimizer = _refuse_other(model, optimizer, state)
+        check_steps_by_parameter(optimizer)
+        named = _named_parameters(optimizer, model)
+        chunks = [[named[name] for name in chunk] for chunk in state.chunks]
+        device = chunks[0][0].device
+        link = open_link(state.link or default_link_name(device), device, host_budget=host_budget_bytes, directory=None)
+        try:
+            self.offload = StateOffload(optimizer, chunks, link)
+        except BaseException:
+            link.close()
+            raise
+        self._hook = model.register_forward_pre_hook(lambda *_: self.offload.leave())
+
+    def remove(self) -> None:
+        """Bring all state back. Calling it twice does no harm."""
+        self._hook.remove()
+        self.offload.remove()
+
+
+def _named_parameters(optimizer: Optimizer, model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the parameters that an optimizer holds, by name, in the order of its groups."""
+    names = parameter_names(optimizer, model)
+    held = (each for group in optimizer.param_groups for each in group["params"])
+    return {names[id(each)]: each for each in held if id(each) in names}
+
+
+def _refuse_other(model: nn.Module, optimizer: Optimizer | None, state: OffloadedState) -> Optimizer:
+    planned: Collection[str] = {name for chunk in state.chunks for name in chunk}
+    if optimizer is None:
+        found = f"the optimizer of {type(model).__name__} is not known"
+    elif type(optimizer).__name__ != state.optimizer:
+        found = f"the optimizer is {type(optimizer).__name__}"
+    elif missing := sorted(set(planned) - _named_parameters(optimizer, model).keys()):
+        found = f"the optimizer does not hold {missing[0]}"
+    else:
+        return optimizer
+    raise PlanMismatch(
+        f"This plan offloads the state of {state.optimizer}, but {found}.",
+        why="the state of the planned parameters would stay on the device, and the step would exceed the budget",
+        next=f"create the {state.optimizer} of the planned parameters before you apply the plan, and only one",
+    )
