@@ -294,6 +294,8 @@ def test_an_optimizer_that_cannot_step_in_chunks_is_refused():
 def test_other_verbs_and_compiled_models_refuse_it(floors, plan):
     with pytest.raises(PlanNotUsable, match="probe cannot run this plan"):
         plimsoll.probe(Model(), [batch()], plan, loss=loss_of)
+    with pytest.raises(PlanNotUsable, match="diagnose cannot run this plan"):
+        plimsoll.diagnose(Model(), batch(), plan, loss=loss_of)
     with pytest.raises(PlanNotUsable, match="cannot be written as a policy"):
         plan.export("sac", "policy.py")
     with pytest.raises(InvalidStrategy, match="cannot offload optimizer state"):

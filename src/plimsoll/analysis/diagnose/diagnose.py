@@ -23,7 +23,13 @@ from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.progress import Progress, part_of, silent
 from plimsoll.errors import InvalidOption, InvalidTrace, TracingFailed, UnknownDevice
 from plimsoll.planning.costing.devices import find_device
-from plimsoll.session.manage import check_plan, manage, refuse_other_model, refuse_other_signature
+from plimsoll.session.manage import (
+    check_plan,
+    manage,
+    refuse_offloaded_state,
+    refuse_other_model,
+    refuse_other_signature,
+)
 from plimsoll.session.rendezvous.world import refuse_several_ranks
 from plimsoll.session.task import check_model, compiled_by
 from plimsoll.session.training_step import TrainingStep
@@ -187,6 +193,7 @@ def _of_model(
 ) -> Finding:
     _check(model)
     check_plan(plan)
+    refuse_offloaded_state(plan, "diagnose")
     task = read_measurable(model, batch, loss, None, compile=compiled_by(plan, model))
     refuse_other_model(model, plan)
     check_devices(model, *task.call())
