@@ -35,6 +35,7 @@ from plimsoll.session.task import TrainingTask
 from plimsoll.tracing.ddp import inner_module
 from plimsoll.tracing.optimizer import parameter_names, state_bytes
 from plimsoll.tracing.zero import optimizer_inside
+from plimsoll.units import MIB
 
 _SHARES = 8
 _PARTS = 32
@@ -118,7 +119,7 @@ def _choices(planner: StepPlanner, task: TrainingTask, optimizer: Optimizer) -> 
     movable = {name: sizes[name] for name in named if sizes.get(name)}
     if not movable:
         return []
-    link = _link_cost(planner.options, next(iter(named.values())).device)
+    link = _link_cost(planner.options, next(iter(named.values())).device, max(movable.values()))
     total, known = sum(movable.values()), sum(map(sum, state_bytes(planner.trace).values()))
     found: dict[tuple[str, ...], OffloadedState] = {}
     for share in range(1, _SHARES + 1):
@@ -179,12 +180,20 @@ def _decision(
     )
 
 
-def _link_cost(options: PlanOptions, device: torch.device) -> LinkCost:
+def _link_cost(options: PlanOptions, device: torch.device, most_bytes: int) -> LinkCost:
+    """Return the speed of the link. ``most_bytes`` is the most state of one parameter."""
     if options.device_profile is not None or device.type == "meta":
         return host_link(find_device(options.device_profile or "CPU"))
     name = options.link or default_link_name(device)
-    with open_link(name, device, host_budget=options.host_budget_bytes, directory=None) as link:
-        speed = measure_link(link, device)
+    # Tensors of 4 MiB would exceed the budget of a small model: eight of them are in memory.
+    return _measured(name, device, options.host_budget_bytes, min(most_bytes, 4 * MIB))
+
+
+@functools.lru_cache
+def _measured(name: str, device: torch.device, host_budget_bytes: int | None, nbytes: int) -> LinkCost:
+    """Measure a link once in a process. A second measurement would add half a second to the step that offloads more."""
+    with open_link(name, device, host_budget=host_budget_bytes, directory=None) as link:
+        speed = measure_link(link, device, nbytes)
     return LinkCost(
         name=name,
         out_bytes_per_second=speed.out_bytes_per_second,
