@@ -260,10 +260,13 @@ class Attachment(ShowsFigures, RemovedAtEnd):
         over, this is the plan for the budget.
 
         Its peaks belong to the traced step. A note of the plan compares them with the peaks of the training steps, which
-        the handle's text shows.
+        the handle's text shows. With several ranks there is no note: each rank has measured other peaks, and ranks that share
+        a plan show the same one.
         """
         plan, figures = self._work.plan, self.figures
-        if plan is None or figures is None or not (figures.unseen_bytes or figures.measured_peak_bytes):
+        if plan is None or figures is None or self.agreement.size > 1:
+            return plan
+        if not (figures.unseen_bytes or figures.measured_peak_bytes):
             return plan
         known, note, noted = self._noted
         if known is not plan or note != figures.note:
