@@ -113,11 +113,30 @@ def test_a_shape_below_every_floor_names_it_before_it_runs_and_training_goes_on(
         plan = attachment.plan
         with pytest.raises(BudgetBelowFloor, match="below the smallest reachable peak"):
             model(torch.randn(8000, 32))
-        assert attachment.plan is plan
+        assert attachment.plan.regions is plan.regions
         step(128)
         assert attachment.plan.regions is plan.regions
     (said,) = [record.getMessage() for record in caplog.records if record.name.startswith("plimsoll")]
     assert "budget 585.9 KiB" in said
+
+
+def test_a_trace_within_a_step_leaves_room_for_what_earlier_forwards_hold():
+    torch.manual_seed(0)
+    model = Stack(3, 32)
+    with plimsoll.attach(model, "4MiB") as attachment:
+        for _ in range(3):
+            model(torch.randn(640, 32)).square().mean().backward()
+            model.zero_grad()
+        waiting = model(torch.randn(640, 32))
+        held_bytes = attachment._steps.waiting_bytes
+        assert held_bytes > 3 * waiting.nbytes
+        with mock.patch.object(StepPlanner, "traced", autospec=True, side_effect=StepPlanner.traced) as traced:
+            later = model(torch.randn(960, 32))
+        (waiting.square().mean() + later.square().mean()).backward()
+        limits = [call.kwargs["limit_bytes"] for call in traced.call_args_list]
+        assert limits
+        assert max(limits) <= attachment._room.bytes() - held_bytes
+        assert attachment._steps.waiting_bytes == 0
 
 
 def test_a_training_goes_on_after_a_step_that_its_shape_did_not_foretell():
