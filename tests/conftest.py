@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
 from collections.abc import Iterator
 
@@ -64,6 +65,14 @@ def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     directory = (run.parent if "PYTEST_XDIST_WORKER" in os.environ else run) / "cache-of-traces"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PLIMSOLL_CACHE_DIR", str(directory))
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _says_nothing_of_slow_planning() -> Iterator[None]:
+    """How long planning takes depends on what else runs on the machine. Tests of the line about it set this figure."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("plimsoll.session.messages._QUIET_SECONDS", math.inf)
         yield
 
 
