@@ -397,10 +397,13 @@ class ShapePlans:
         try:
             return planner.solve(self._room.budget_bytes, excess_bytes=self._room.budget_bytes - room_bytes)
         except BudgetBelowFloor as error:
-            refused = error if self._inner_growth == 1.0 else self._refusal_when_grown(planner, shapes)
-            # Keep a copy: the traceback of the original would keep the batch alive, one more for each refused step.
-            self._hopeless[shapes] = room_bytes, copy.copy(refused)
-            raise refused from None
+            if self._inner_growth == 1.0:
+                # Keep a copy: the traceback of the original would keep the batch alive, one more for each refused step.
+                self._hopeless[shapes] = room_bytes, copy.copy(error)
+                raise
+        # Outside of the handler: an error that is made in it would refer to the first one, and both to the batch.
+        self._hopeless[shapes] = room_bytes, self._refusal_when_grown(planner, shapes)
+        raise copy.copy(self._hopeless[shapes][1])
 
     def _refusal_when_grown(self, planner: StepPlanner, shapes: Shapes) -> BudgetBelowFloor:
         """Return the error that names the lowest peak if activations are larger than predicted. The plan with the lowest peak
