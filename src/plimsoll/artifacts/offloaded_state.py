@@ -12,9 +12,8 @@ class OffloadedState(msgspec.Struct, frozen=True, kw_only=True):
     """Data: the state of the parameters in ``chunks`` (names) is on ``link`` between steps, and each chunk is stepped by
     itself.
 
-    ``state_bytes`` is all state of the optimizer, ``offloaded_bytes`` the part on the link, and ``chunk_bytes`` the state of
-    the largest chunk. While the optimizer steps, two chunks may be on the device. ``seconds`` is how long each step waits for
-    the link; no other work hides this time.
+    ``state_bytes`` is all state of the optimizer, and ``offloaded_bytes`` the part on the link. While the optimizer steps, two
+    chunks may be on the device. ``seconds`` is how long each step waits for the link; no other work hides this time.
     """
 
     optimizer: str
@@ -22,10 +21,9 @@ class OffloadedState(msgspec.Struct, frozen=True, kw_only=True):
     chunks: tuple[tuple[str, ...], ...]
     state_bytes: int
     offloaded_bytes: int
-    chunk_bytes: int
     link_bytes: int
-    """The most bytes at the other end of the link: during a step, the state from before it is still there, with the parameters
-    of the chunks."""
+    """The most bytes at the other end of the link. During a step, these are two copies of the offloaded state (from before the
+    step and after it) and the old values of the chunks' parameters."""
     seconds: float = 0.0
 
     @property
@@ -33,7 +31,7 @@ class OffloadedState(msgspec.Struct, frozen=True, kw_only=True):
         """The bytes of state that are on the device between steps.
 
         Example:
-            >>> sizes = {"state_bytes": 10, "offloaded_bytes": 8, "chunk_bytes": 8, "link_bytes": 20}
+            >>> sizes = {"state_bytes": 10, "offloaded_bytes": 8, "link_bytes": 20}
             >>> OffloadedState(optimizer="SGD", link="disk", chunks=(("weight",),), **sizes).resident_bytes
             2
         """

@@ -1,8 +1,8 @@
 """Chooses the parameters whose optimizer state is on a link between steps, and keeps it there while a plan is applied.
 
 One number decides: the share of the state that is offloaded. The parameters with the least state come first, so a large
-embedding, whose state alone would fill the device while it is stepped, is last. Its parameters are stepped in chunks of at most
-a thirty-second of the offloaded state, or of one parameter if that is more: two chunks may be on the device at the same time.
+embedding, whose state alone would fill the device while it is stepped, is last. The chosen parameters are stepped in chunks. A
+chunk has at most a thirty-second of the offloaded state, or one parameter. Two chunks may be on the device at the same time.
 
 The planner replaces the optimizer's step in the trace by the step in chunks, with the waits for the link as ops. So all other
 decisions are made for that step as for any step. The smallest share that fits the budget comes first, and larger shares are
@@ -43,11 +43,12 @@ _PARTS = 32
 
 
 def with_offloaded_state(whole: StepPlanner, task: TrainingTask) -> StepPlanner:
-    """Return the planner of the step that offloads as much optimizer state as gives the fastest plan within the budget. It is
-    ``whole``, the planner of the step with all state on the device, if that is the fastest, or if everything fits without a
-    plan.
+    """Return the planner of the step with the share of optimizer state offloaded that gives the fastest plan within the budget.
 
-    If no plan fits, the planner with the lowest peak is returned.
+    It is ``whole``, the planner of the step with all state on the device, if that is the fastest, if everything fits without a
+    plan, or if there is no budget or no state to offload. Shares are tried from the smallest one that fits until a larger one
+    is not faster. If no share fits, the planner with all of the state offloaded is returned, or ``whole`` if its lowest peak is
+    lower.
 
     Raises:
         InvalidOption: the task has no optimizer, or its step cannot run in chunks.
@@ -57,6 +58,8 @@ def with_offloaded_state(whole: StepPlanner, task: TrainingTask) -> StepPlanner:
         return whole
     check_steps_by_parameter(optimizer)
     choices = _choices(whole, task, optimizer)
+    if not choices:
+        return whole
 
     @functools.cache
     def offloading(at: int) -> tuple[StepPlanner, float]:
@@ -64,8 +67,6 @@ def with_offloaded_state(whole: StepPlanner, task: TrainingTask) -> StepPlanner:
         return planner, _seconds(planner)
 
     best, seconds = whole, _seconds(whole)
-    if not choices:
-        return whole
     first = 0
     if seconds == math.inf:
         budget_bytes = whole.budget_bytes
@@ -174,7 +175,6 @@ def _decision(
         chunks=tuple(map(tuple, chunks)),
         state_bytes=state_bytes_,
         offloaded_bytes=offloaded,
-        chunk_bytes=max(bytes_of),
         link_bytes=2 * offloaded + sum(saved),
         seconds=seconds,
     )
@@ -191,7 +191,7 @@ def _link_cost(options: PlanOptions, device: torch.device, most_bytes: int) -> L
 
 @functools.lru_cache
 def _measured(name: str, device: torch.device, host_budget_bytes: int | None, nbytes: int) -> LinkCost:
-    """Measure a link once in a process. A second measurement would add half a second to the step that offloads more."""
+    """Measure a link, once for each size. A second measurement would add half a second to the step that offloads more."""
     with open_link(name, device, host_budget=host_budget_bytes, directory=None) as link:
         speed = measure_link(link, device, nbytes)
     return LinkCost(

@@ -342,6 +342,33 @@ def test_an_optimizer_that_fails_in_a_chunk_leaves_everything_as_before_the_step
     pair.offload.remove()
 
 
+def test_an_optimizer_that_fails_after_the_chunks_says_which_parameters_may_be_stepped():
+    pair = Pair(Failing)
+    pair.step(0)
+    before = snapshot(pair.optimizer)
+    Failing.shape = torch.Size(SHAPES[2])
+    try:
+        set_gradients(pair.plain_parameters, pair.parameters, seed=7)
+        with pytest.raises(RuntimeError, match="no") as failure:
+            pair.optimizer.step()
+    finally:
+        Failing.shape = None
+    assert "for the parameters outside of all chunks; these are as the optimizer has left" in failure.value.__notes__[0]
+    assert same(snapshot(pair.optimizer)[0][:2], before[0][:2])
+    pair.offload.remove()
+
+
+def test_a_saved_state_stays_whole_when_entries_that_were_read_before_leave_again(pair):
+    pair.step(0)
+    assert pair.optimizer.state[pair.parameters[0]]
+    saved, copied, shallow = pair.optimizer.state_dict(), pair.optimizer.state.copy(), copy.copy(pair.optimizer.state)
+    expected = copy.deepcopy(pair.plain.state_dict())
+    pair.offload.leave()
+    assert same(saved, expected)
+    for each in (copied, shallow):
+        assert same([each[one] for one in pair.parameters], [pair.plain.state[one] for one in pair.plain_parameters])
+
+
 def test_a_tensor_that_cannot_be_read_ends_the_step_before_it_has_changed_anything(pair):
     pair.step(0)
     before = snapshot(pair.optimizer)

@@ -150,7 +150,7 @@ class OffloadedStates(defaultdict[Any, Any]):
         return super().__iter__()
 
     def copy(self) -> Any:
-        return defaultdict(dict, self.items())
+        return defaultdict(dict, self._copies())
 
     def __copy__(self) -> Any:
         return self.copy()

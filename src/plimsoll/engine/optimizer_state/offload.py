@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,6 +30,7 @@ import torch
 from torch.optim import Optimizer
 
 from plimsoll.artifacts.offloaded_state import LEAST_STATE_BYTES
+from plimsoll.engine.codecs.layout import is_dense
 from plimsoll.engine.offload.protocol import Link, Ticket
 from plimsoll.engine.optimizer_state.away import AwayTensor, OffloadedStates, is_held_elsewhere
 from plimsoll.errors import InvalidOption, OffloadFailed
@@ -45,7 +47,11 @@ class _Away:
 
 @dataclass(slots=True)
 class _Before:
-    """The state of one parameter before the step: the entries that stay on the device (copies), and those on the link."""
+    """The state of one parameter before the step.
+
+    ``entries`` has copies of small tensors, and stand-ins for tensors on the link, which ``away`` lists. A large tensor that
+    something else holds is in it as it is; its old values are in `_Undo`.
+    """
 
     parameter: torch.Tensor
     entries: dict[Any, Any] | None
@@ -54,7 +60,9 @@ class _Before:
 
 @dataclass(slots=True)
 class _Undo:
-    """What a step has to put back if it fails: tensors with the ticket of their old values, and the state of parameters."""
+    """What a step has to put back if it fails: tensors with the ticket of their old values, the state of parameters, and the
+    entries of the groups. It is not complete if the link did not take some values.
+    """
 
     values: list[tuple[torch.Tensor, Ticket]] = field(default_factory=list)
     states: list[_Before] = field(default_factory=list)
@@ -101,11 +109,12 @@ class StateOffload:
         self._least_bytes = least_bytes
         self._away: dict[torch.Tensor, list[_Away]] = {}
         self._is_home: dict[torch.Tensor, None] = {each: None for chunk in self._chunks for each in chunk}
-        """Parameters in chunks whose state may be on the device now."""
+        """Parameters whose state `leave` tries to send. If the link has refused a parameter's state, the parameter is not among
+        them until the next step.
+        """
         self._leaving: list[torch.Tensor] = []
-        self._is_stepping = self._takes_copies = self._has_warned = self._is_removed = False
-        self.failures = 0
-        """How many tensors the link did not take. They have stayed on the device."""
+        self._is_stepping = self._takes_copies = self._is_removed = False
+        self._has_warned = self._has_warned_of_link = False
         self._had_own = vars(optimizer).get("step")
         if self._had_own is not None and not hasattr(self._had_own, "_wrapped_by_lr_sched"):
             raise InvalidOption(
@@ -149,9 +158,8 @@ class StateOffload:
             self.bring_back(list(self._away))
             if isinstance(optimizer.state, OffloadedStates):
                 optimizer.state = _plain(optimizer.state)
-            if (
-                vars(optimizer).get("step") is self._step
-            ):  # a scheduler may have wrapped it; then it stays and does nothing
+            # A scheduler may have wrapped the replacement. Then it stays, and does nothing.
+            if vars(optimizer).get("step") is self._step:
                 del optimizer.step
                 if self._had_own is not None:
                     optimizer.step = self._had_own  # type: ignore[method-assign]
@@ -194,14 +202,13 @@ class StateOffload:
         """
         sent = self._away.get(parameter, ()) if isinstance(parameter, torch.Tensor) else ()
         there = {each.key: each for each in sent if state.get(each.key) is each.stand_in}
-        return (
-            {
-                key: there[key].ticket.read().cpu().as_strided(value.shape, value.stride()) if key in there else value
-                for key, value in state.items()
-            }
-            if there
-            else state
-        )
+        if not isinstance(state, dict):
+            return state
+        # Always another dict: state that is on the device now may leave later, and the copy must not see that.
+        return {
+            key: there[key].ticket.read().cpu().as_strided(value.shape, value.stride()) if key in there else value
+            for key, value in state.items()
+        }
 
     def takes_copies(self) -> bool:
         """Return True once after ``state_dict`` was called: it gets copies, and the tensors stay on the link."""
@@ -289,7 +296,7 @@ class StateOffload:
     # The step
 
     def run(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run one step in chunks. The replaced ``optimizer.step`` calls this after the optimizer's hooks.
+        """Run one step in chunks. The replaced ``optimizer.step`` calls this between the optimizer's pre hooks and post hooks.
 
         A closure is called once, before the first chunk.
         """
@@ -306,22 +313,24 @@ class StateOffload:
         held = {id(each) for params in whole for each in params}
         chunks = [[each for each in chunk if id(each) in held] for chunk in self._chunks]
         undo = _Undo(groups=[_others(group) for group in optimizer.param_groups])
+        is_rest = False
         try:
             for chunk in filter(None, chunks):
                 self._arrive(chunk, undo)
                 out = self._call(optimizer, inner, chunk, args, kwargs)
                 self._send(chunk)
             self._settle()
+            is_rest = True
             if rest or not any(chunks):
                 out = self._call(optimizer, inner, rest, args, kwargs)
         except BaseException as error:
-            self._put_back(optimizer, undo, error)
+            self._put_back(optimizer, undo, error, has_rest=is_rest and bool(rest))
             raise
         return out if result is None else result
 
     @staticmethod
     def _inner(optimizer: Optimizer) -> Callable[..., Any]:
-        """Return the step of the optimizer's class without its hooks, which have run already."""
+        """Return the step of the optimizer's class without its hooks: these run once for all chunks."""
         step: Any = type(optimizer).step
         found: Callable[..., Any] = step.__wrapped__ if getattr(step, "hooked", False) else step
         return found
@@ -436,16 +445,18 @@ class StateOffload:
     def _stays(self, parameter: torch.Tensor, failure: OffloadFailed) -> None:
         """Note that state of a parameter stays on the device until the next step, because the link failed. Warn once."""
         self._is_home.pop(parameter, None)
-        self.failures += 1
-        if self.failures == 1:
+        if not self._has_warned_of_link:
+            self._has_warned_of_link = True
             warnings.warn(
                 f"plimsoll: optimizer state stays on the device, which may exceed the budget: {failure.found} "
                 f"{failure.why}; next: {failure.next}",
                 stacklevel=2,
             )
 
-    def _put_back(self, optimizer: Optimizer, undo: _Undo, error: BaseException) -> None:
-        """Restore parameters and state from before the step, after ``error`` ended it."""
+    def _put_back(self, optimizer: Optimizer, undo: _Undo, error: BaseException, *, has_rest: bool) -> None:
+        """Restore parameters and state of the chunks from before the step, after ``error`` ended it. ``has_rest`` says that the
+        call failed for the parameters outside of all chunks.
+        """
         with contextlib.suppress(OffloadFailed):
             self._settle()
         try:
@@ -467,12 +478,13 @@ class StateOffload:
                 self._away[before.parameter] = before.away
         for group, others in zip(optimizer.param_groups, undo.groups, strict=True):
             group.update(others)
-        said = (
-            "parameters and state are as before the step"
-            if undo.is_complete
-            else ("the link could not keep all parameters from before the step, so some are stepped and others are not")
-        )
-        error.add_note(f"plimsoll: the optimizer's step failed in a chunk; {said}")
+        where, said = "in a chunk", "parameters and state are as before the step"
+        if has_rest:
+            where = "for the parameters outside of all chunks"
+            said = "these are as the optimizer has left them, and all others are as before the step"
+        if not undo.is_complete:
+            said = "the link could not keep all parameters from before the step, so some are stepped and others are not"
+        error.add_note(f"plimsoll: the optimizer's step failed {where}; {said}")
 
 
 def _alive(reference: weakref.ref[StateOffload]) -> StateOffload:
@@ -500,10 +512,8 @@ def _others(group: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _plain(states: OffloadedStates) -> Any:
-    found: Any = type(states).__mro__[1](dict)
-    found.update(dict.items(states))
-    return found
+def _plain(states: OffloadedStates) -> defaultdict[Any, Any]:
+    return defaultdict(dict, dict.items(states))
 
 
 def _is_large(value: Any, least_bytes: int) -> bool:
@@ -512,15 +522,8 @@ def _is_large(value: Any, least_bytes: int) -> bool:
 
 def _is_flat(tensor: torch.Tensor) -> bool:
     """Return True if the elements of a tensor lie in one piece of memory, in any order of dimensions."""
-    if tensor.layout is not torch.strided or tensor.is_meta:
-        return False
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1:
-            if stride != expected:
-                return False
-            expected *= size
-    return tensor.numel() > 0
+    is_plain = tensor.layout is torch.strided and not tensor.is_meta
+    return is_plain and tensor.numel() > 0 and is_dense(tuple(tensor.shape), tensor.stride())
 
 
 def _shaped(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

@@ -1,9 +1,10 @@
 """Computes a lower bound of a rank's seconds for all larger micro-batches, from the trace of one micro-batch.
 
-A larger micro-batch spreads over more samples what does not grow with it: launches, latencies, the reading of weights, casts of
-weights, and data-parallel collectives. The bound leaves these out. The rest takes at least as long per sample: arithmetic at
-the best share of the peak, the bytes of collectives that divide a layer, and the memory traffic of other ops. Ops that change a
-tensor in place, and ops whose result is as large as a weight, are left out too: they may add up or cast gradients.
+Some costs do not grow with the micro-batch: launches, latencies, reads and casts of weights, and data-parallel collectives. In
+a larger micro-batch, each sample pays a smaller share of them, so the bound leaves them out. The rest takes at least as long
+per sample: arithmetic at the best share of the peak, the bytes of collectives that divide a layer, and the memory traffic of
+other ops. Of these, ops are left out that change a tensor in place, or whose result is as large as a weight: they may add up or
+cast gradients.
 """
 
 from __future__ import annotations
@@ -17,10 +18,9 @@ from plimsoll.artifacts.job import Layout
 from plimsoll.artifacts.trace import Category, OpSpec, Phase, Trace
 from plimsoll.estimator.parallelism.editing import BESIDE
 from plimsoll.planning.costing.devices import Device
-from plimsoll.planning.costing.host import HOST
 from plimsoll.planning.costing.roofline import is_product, roofline_costs
 
-_NOT_PER_SAMPLE = frozenset(["dp", HOST, *BESIDE])
+_NOT_PER_SAMPLE = frozenset(["dp", *BESIDE])
 _MANY = 1 << 10
 """How many times as large the micro-batch of the bound is. Launches and latencies then hardly count."""
 _OF_SAMPLES = (Category.ACTIVATION, Category.TEMPORARY)
@@ -28,7 +28,8 @@ _ITEM_BYTES = (1, 2, 4, 8)
 
 
 def least_seconds(trace: Trace, device: Device, layout: Layout) -> dict[Phase, float]:
-    """Return the least seconds of forward and of backward, per micro-batch of the trace, with any larger micro-batch.
+    """Return lower bounds of the seconds of forward and of backward with any larger micro-batch, for as many samples as the
+    trace's micro-batch has.
 
     Args:
         trace: one micro-batch's step on one rank, with its collectives.
@@ -59,8 +60,8 @@ def least_seconds(trace: Trace, device: Device, layout: Layout) -> dict[Phase, f
 
 
 def _enlarged(spec: OpSpec) -> OpSpec:
-    """Return the op for a micro-batch that is many times as large. Products do not read their weights in the bound, and their
-    tiles fill the device.
+    """Return the op for a micro-batch that is many times as large. Products move no bytes in it, and their tiles fill the
+    device.
     """
     moved_bytes = 0 if is_product(spec.name) else spec.moved_bytes * _MANY
     return msgspec.structs.replace(spec, flops=spec.flops * _MANY, moved_bytes=moved_bytes, product=None)

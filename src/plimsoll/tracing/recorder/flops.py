@@ -1,7 +1,8 @@
 """Counts the FLOPs of an op call: torch's formulas, and our own where torch has none or counts too many.
 
-Torch's formula for a convolution's backward does not divide the gradient of the weights by the groups. A depthwise convolution
-of 256 channels is then counted 86 times (``torch.utils.flop_counter``, seen in torch 2.13).
+Torch's formula for a convolution's backward does not divide the gradient of the weights by the groups. For a depthwise
+convolution of 256 channels, forward and backward together are then 86 times too many FLOPs (``torch.utils.flop_counter``, seen
+in torch 2.13).
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ def _with_equal_heads(args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return the arguments of an attention op with shapes in place of tensors. In these shapes, keys and values have as many
     heads as queries.
 
-    They are for torch's FLOP formulas, which accept a shape instead of a tensor. Before 2.13, these formulas do not support
+    They are for torch's FLOP formulas, which accept a shape instead of a tensor. Before 2.13, these formulas did not support
     grouped queries.
     """
     heads = max((arg.shape[1] for arg in args if isinstance(arg, torch.Tensor) and arg.dim() == 4), default=0)
