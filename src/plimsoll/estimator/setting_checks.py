@@ -9,7 +9,6 @@ from plimsoll.estimator.setting import AUTO, Setting, optimizer_of
 from plimsoll.planning.costing.host import host_link
 from plimsoll.planning.costing.links import Collective, collective_seconds
 from plimsoll.planning.strategies import codecs_of_strategy, refuse_unknown_ops
-from plimsoll.tracing.torch_internals import existing_ops
 
 _WHOLLY_SHARDED = 3
 _ALL_PERCENT = 100
@@ -34,7 +33,11 @@ def check_setting(setting: Setting) -> None:
             next="name an optimizer, or leave master weights out",
         )
     _check_techniques(setting)
-    refuse_unknown_ops(setting.strategy, existing_ops())
+    if setting.strategy.startswith("selective:"):
+        # A question that was asked before is answered without torch.
+        from plimsoll.tracing.torch_internals import existing_ops
+
+        refuse_unknown_ops(setting.strategy, existing_ops())
     if codecs_of_strategy(setting.strategy):
         raise InvalidStrategy(
             f"Estimates do not support the strategy {setting.strategy!r}.",
