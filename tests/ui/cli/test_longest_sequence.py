@@ -38,13 +38,26 @@ def run(*words):
 
 def test_estimate_and_fit_ask_the_same_question(asked):
     run(*ESTIMATE, "--lora", "16", "--precision", "bf16", "--batch", "2", "--budget", "70GiB", "--device", "H200")
-    run(*FIT[:2], "-b", "70GiB", "--longest-sequence", "--techniques", "lora=16", "--device-profile", "H200")
+    run(
+        *FIT[:2],
+        "-b",
+        "70GiB",
+        "--longest-sequence",
+        "--techniques",
+        "lora=16",
+        "--precision",
+        "bf16",
+        "--device-profile",
+        "H200",
+    )
     [(target, of_estimate), (same, of_fit)] = asked
     assert target == same == "llama-tiny"
     assert of_estimate["batch"] == 2
     assert of_estimate["precision"] == "bf16"
     assert {name: of_estimate[name] for name in of_fit} == of_fit
-    assert of_fit == {"device": "H200", "budget": "70GiB", "layout": "", "techniques": "lora=16", "optimizer": "adamw"}
+    assert of_fit == {
+        "device": "H200", "budget": "70GiB", "layout": "", "techniques": "lora=16", "optimizer": "adamw", "precision": "bf16",
+    }  # fmt: skip
 
 
 def test_without_a_device_profile_fit_asks_for_this_machine(asked):

@@ -77,6 +77,8 @@ def refuse_early(command: str, typed: Mapping[str, Any], *, plans_if_asked: bool
     recipe = _recipe_of(typed)
     if recipe is None or command in _WITHOUT_MODEL or any(map(typed.get, ("layout", "techniques", "longest_sequence"))):
         return
+    if command == "fit" and (typed.get("precision") or typed.get("strategy")):  # searches layouts, with fake tensors
+        return
     _refuse_large(command, typed, recipe)
     _refuse_long(typed, recipe)
     if typed.get("link") == "host" and typed.get("device_profile") is None and typed.get("device") == _HOST:
@@ -409,9 +411,10 @@ def _is_without_gpus() -> bool:
 
 def _refuse_large(command: str, typed: Mapping[str, Any], recipe: Recipe) -> None:
     """Compare the size of a model, from its configuration, with this machine and with the budget."""
-    known, optimizer = parameter_bytes(recipe), typed.get("optimizer")
-    if known is None or not isinstance(optimizer, options.OptimizerName):
+    known, name = parameter_bytes(recipe), typed.get("optimizer")
+    if known is None or name not in set(options.OptimizerName):
         return
+    optimizer = options.OptimizerName(name)
     size = TrainedSize(target=recipe.name, parameters_bytes=known, trained_bytes=known, optimizer=optimizer)
     if typed.get("device_profile") is None and typed.get("device", _HOST) == _HOST:
         size.refuse_on_this_machine(typed.get("budget"), command if "device_profile" in typed else "plan")
