@@ -1,4 +1,4 @@
-"""A decision about optimizer state: which parameters' state is on a link between steps, and in which chunks the step runs."""
+"""A decision about optimizer state: the parameters with their state on a link between steps, and the chunks of the step."""
 
 from __future__ import annotations
 

@@ -193,13 +193,7 @@ def _measure_link(options: PlanOptions, device: torch.device) -> tuple[LinkCost 
     name = options.link or default_link_name(device)
     with open_link(name, device, host_budget=options.host_budget_bytes, directory=None) as link:
         speed = measure_link(link, device)
-    cost = LinkCost(
-        name=name,
-        out_bytes_per_second=speed.out_bytes_per_second,
-        in_bytes_per_second=speed.in_bytes_per_second,
-        latency_seconds=speed.latency_seconds,
-    )
-    return cost, speed
+    return speed.cost(name), speed
 
 
 @dataclass(frozen=True)

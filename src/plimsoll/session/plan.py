@@ -213,10 +213,9 @@ def apply(
     Raises:
         PlanMismatch: the plan was made for another model (both fingerprints are shown), or a plan is applied already, or the
             model has a budget by ``plimsoll.attach``.
-        PlanNotUsable: ``plan`` is not a plan, or its status says that there is nothing to apply. InvalidModel: torch.compile
-        compiles the model, or every region that the plan manages. InvalidOption: ``sentinel_every`` below 1, or
-        ``verify_every`` below 0; or the plan offloads state, and the optimizer's step
-            cannot run in chunks.
+        PlanNotUsable: ``plan`` is not a plan, or its status says that there is nothing to apply.
+        InvalidModel: torch.compile compiles the model, or every region that the plan manages.
+        InvalidOption: ``sentinel_every`` below 1, ``verify_every`` below 0, or the optimizer cannot step in chunks.
         RanksDiffer: another rank has another plan; RankFailed: it could not apply it; RankMissing: it did not call.
 
     Example:

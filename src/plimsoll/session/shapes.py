@@ -123,7 +123,7 @@ class ShapePlans:
             tracing: a context that is entered around every trace.
             agreement: the ranks that trace together.
             room: the bytes that plans may take. Both the owner of this object and this class change its account.
-            waiting_bytes: returns the bytes that earlier forwards of the running step hold now, beside which a trace runs.
+            waiting_bytes: returns the bytes that earlier forwards of the running step hold while a trace runs.
             accumulates: whether gradients existed when the first trace was made.
             may_refuse: whether a batch that fits under no plan is an error. With several ranks it is not, because a rank that
                 stops would leave the others waiting.

@@ -11,9 +11,7 @@ tried as long as they give a faster plan: they wait longer for the link, but lea
 
 from __future__ import annotations
 
-import bisect
 import functools
-import math
 from collections.abc import Collection
 
 import torch
@@ -26,11 +24,11 @@ from plimsoll.engine.offload.measure import measure_link
 from plimsoll.engine.offload.open import default_link_name, open_link
 from plimsoll.engine.optimizer_state.by_parameter import check_steps_by_parameter
 from plimsoll.engine.optimizer_state.offload import StateOffload
-from plimsoll.errors import BudgetBelowFloor, InvalidOption, PlanMismatch
+from plimsoll.errors import InvalidOption, PlanMismatch
 from plimsoll.planning.costing.devices import find_device
 from plimsoll.planning.costing.host import host_link
 from plimsoll.session.options import PlanOptions
-from plimsoll.session.step_planner import StepPlanner
+from plimsoll.session.step_planner import StepPlanner, fastest_planner
 from plimsoll.session.task import TrainingTask
 from plimsoll.tracing.ddp import inner_module
 from plimsoll.tracing.optimizer import parameter_names, state_bytes
@@ -62,25 +60,10 @@ def with_offloaded_state(whole: StepPlanner, task: TrainingTask) -> StepPlanner:
         return whole
 
     @functools.cache
-    def offloading(at: int) -> tuple[StepPlanner, float]:
-        planner = whole.with_state(task, choices[at])
-        return planner, _seconds(planner)
+    def offloading(at: int) -> StepPlanner:
+        return whole.with_state(task, choices[at])
 
-    best, seconds = whole, _seconds(whole)
-    first = 0
-    if seconds == math.inf:
-        budget_bytes = whole.budget_bytes
-        first = bisect.bisect_left(
-            range(len(choices)), True, key=lambda at: offloading(at)[0].floor_bytes <= budget_bytes
-        )
-        if first == len(choices):
-            return min((whole, offloading(first - 1)[0]), key=lambda planner: planner.floor_bytes)
-    for at in range(first, len(choices)):
-        planner, found = offloading(at)
-        if found >= seconds and seconds < math.inf:
-            break
-        best, seconds = planner, found
-    return best
+    return fastest_planner(whole, len(choices), offloading, floor_bytes_at=lambda at: offloading(at).floor_bytes)
 
 
 def most_offloaded(planner: StepPlanner, task: TrainingTask) -> OffloadedState | None:
@@ -193,22 +176,7 @@ def _link_cost(options: PlanOptions, device: torch.device, most_bytes: int) -> L
 def _measured(name: str, device: torch.device, host_budget_bytes: int | None, nbytes: int) -> LinkCost:
     """Measure a link, once for each size. A second measurement would add half a second to the step that offloads more."""
     with open_link(name, device, host_budget=host_budget_bytes, directory=None) as link:
-        speed = measure_link(link, device, nbytes)
-    return LinkCost(
-        name=name,
-        out_bytes_per_second=speed.out_bytes_per_second,
-        in_bytes_per_second=speed.in_bytes_per_second,
-        latency_seconds=speed.latency_seconds,
-    )
-
-
-def _seconds(planner: StepPlanner) -> float:
-    """Return the predicted seconds of the step under the plan for the budget; infinity if no plan fits."""
-    try:
-        plan = planner.solve(planner.budget_bytes)
-    except BudgetBelowFloor:
-        return math.inf
-    return plan.predicted_seconds if plan.status.is_usable else math.inf
+        return measure_link(link, device, nbytes).cost(name)
 
 
 class StateAtWork:

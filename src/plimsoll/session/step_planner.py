@@ -7,9 +7,11 @@ Several ranks plan together: all run the same steps, the tightest rank solves, a
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -681,6 +683,43 @@ def _compared_with(plan: Plan, other: Plan) -> Plan:
         activation_bytes=other.activation_bytes,
         timeline=tuple(map(moved, plan.timeline)),
     )
+
+
+def fastest_planner(
+    whole: StepPlanner,
+    count: int,
+    planner_at: Callable[[int], StepPlanner],
+    *,
+    floor_bytes_at: Callable[[int], int],
+) -> StepPlanner:
+    """Return the planner with the fastest plan within the budget: ``whole``, or one of ``count`` other planners of
+    the step. Each of these has a lower peak than the one before it, and itself takes longer.
+
+    They are tried from the first one that fits until a plan is not faster. If none fits, the last one is returned, or ``whole``
+    if its lowest peak is lower.
+    """
+    best, seconds, first = whole, _seconds(whole), 0
+    if seconds == math.inf:
+        budget_bytes = whole.budget_bytes or 0
+        first = bisect.bisect_left(range(count), True, key=lambda at: floor_bytes_at(at) <= budget_bytes)
+        if first == count:
+            return min((whole, planner_at(count - 1)), key=lambda planner: planner.floor_bytes)
+    for at in range(first, count):
+        planner = planner_at(at)
+        found = _seconds(planner)
+        if found >= seconds and seconds < math.inf:
+            break
+        best, seconds = planner, found
+    return best
+
+
+def _seconds(planner: StepPlanner) -> float:
+    """Return the predicted seconds of the step under the plan for the budget; infinity if no plan fits."""
+    try:
+        plan = planner.solve(planner.budget_bytes)
+    except BudgetBelowFloor:
+        return math.inf
+    return plan.predicted_seconds if plan.status.is_usable else math.inf
 
 
 def eager_planner(

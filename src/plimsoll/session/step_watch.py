@@ -177,7 +177,7 @@ class StepWatch:
     @property
     def waiting_bytes(self) -> int:
         """Bytes that the step has allocated since it began, if forwards of it wait for a backward, else 0. A trace that runs
-        now finds them beside it.
+        now needs its memory in addition.
         """
         return 0 if self.is_between_steps else max(0, self.levels.above_begin())
 

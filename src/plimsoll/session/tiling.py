@@ -12,17 +12,14 @@ take longer themselves, but leave more memory to keep other values.
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
-import functools
 import logging
-import math
 from collections.abc import Callable, Iterable, Mapping
 
 from plimsoll.artifacts.tile import Tile
 from plimsoll.errors import BudgetBelowFloor, PlimsollError
 from plimsoll.session.options import PlanOptions
-from plimsoll.session.step_planner import StepPlanner
+from plimsoll.session.step_planner import StepPlanner, fastest_planner
 from plimsoll.session.task import TrainingTask
 from plimsoll.tracing.rows import MOST_TILES, RowwiseCall, find_rowwise_calls
 from plimsoll.units import format_bytes_up
@@ -153,28 +150,14 @@ def _fastest(whole: StepPlanner, task: TrainingTask, planner_of: Callable[[PlanO
         )
         return whole
 
-    @functools.cache
-    def tiled(at: int) -> tuple[StepPlanner, float]:
+    def tiled(at: int) -> StepPlanner:
         planner = planner_of(dataclasses.replace(whole.options, tiles=sets[at]))
         planner.compare_with(whole)
-        return planner, _seconds(planner)
+        return planner
 
-    best, seconds = whole, _seconds(whole)
-    first = 0
-    if seconds == math.inf:
-        # More tiles have a lower peak, so the first set that fits is found by bisection.
-        budget_bytes = whole.budget_bytes or 0
-        first = bisect.bisect_left(
-            sets, True, key=lambda tiles: whole.traced_in_tiles(task, tiles).floor_bytes <= budget_bytes
-        )
-        if first == len(sets):
-            return min((whole, tiled(first - 1)[0]), key=lambda planner: planner.floor_bytes)
-    for at in range(first, len(sets)):
-        planner, found = tiled(at)
-        if found >= seconds and seconds < math.inf:
-            break
-        best, seconds = planner, found
-    return best
+    return fastest_planner(
+        whole, len(sets), tiled, floor_bytes_at=lambda at: whole.traced_in_tiles(task, sets[at]).floor_bytes
+    )
 
 
 def name_tiles(refusal: BudgetBelowFloor, whole: StepPlanner, task: TrainingTask) -> None:
@@ -188,12 +171,3 @@ def name_tiles(refusal: BudgetBelowFloor, whole: StepPlanner, task: TrainingTask
     if lowest_bytes < (1 - _WORTH_NAMING) * whole.floor_bytes:
         allowed = ", ".join(map(repr, (*whole.options.allow, "tile")))
         refusal.next += f", or allow=({allowed}): with tiles the smallest peak is about {format_bytes_up(lowest_bytes)}"
-
-
-def _seconds(planner: StepPlanner) -> float:
-    """Return the predicted seconds of the step under the plan for the budget; infinity if no plan fits."""
-    try:
-        plan = planner.solve(planner.budget_bytes)
-    except BudgetBelowFloor:
-        return math.inf
-    return plan.predicted_seconds if plan.status.is_usable else math.inf

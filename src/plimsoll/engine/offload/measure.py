@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import torch
 
+from plimsoll.artifacts.forms import LinkCost
 from plimsoll.engine.offload.protocol import CopyCpuSeconds, Link, Ticket
 from plimsoll.tracing.meters.timing import wait_for_device
 from plimsoll.units import MIB
@@ -42,6 +43,15 @@ class LinkSpeed:
     out_cpu_seconds_per_byte: float
     """The CPU time of the copying threads, in seconds per byte. It slows training if no core is idle."""
     in_cpu_seconds_per_byte: float
+
+    def cost(self, name: str) -> LinkCost:
+        """Return the speed as the cost of a link with this name, without the CPU time."""
+        return LinkCost(
+            name=name,
+            out_bytes_per_second=self.out_bytes_per_second,
+            in_bytes_per_second=self.in_bytes_per_second,
+            latency_seconds=self.latency_seconds,
+        )
 
 
 class _Trip(NamedTuple):

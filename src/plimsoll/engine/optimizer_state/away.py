@@ -1,7 +1,7 @@
 """The ``state`` of an optimizer while some of its tensors are on a link: a mapping that brings a parameter's tensors back when
 its entry is read.
 
-In the entry of a parameter, an `AwayTensor` stands for each tensor that is on the link. Code that counts bytes reads the
+In the entry of a parameter, an `AwayTensor` takes the place of each tensor on the link. Code that counts bytes reads the
 mapping with ``dict.values(optimizer.state)``, which does not bring anything back.
 """
 
@@ -100,7 +100,7 @@ class OffloadedStates(defaultdict[Any, Any]):
         self._keeper = keeper
 
     def present(self, parameter: Any) -> Any:
-        """Return the entry of a parameter as it is, without bringing anything back; ``None`` if there is none."""
+        """Return the entry of a parameter without bringing its tensors back, or ``None``."""
         return dict.get(self, parameter)
 
     def __getitem__(self, key: Any) -> Any:

@@ -67,7 +67,7 @@ def _difference(optimizer: Optimizer) -> str:
         single.step()
         for at, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
             if not _is_same(mine.detach(), other.detach()):
-                return f"after {number} of {_STEPS} steps, stand-in {at} differs from that of a whole step"
+                return f"after {number} of {_STEPS} steps, stand-in {at} differs from its twin in a whole step"
             found, expected = single.state[mine], whole.state[other]
             if not _is_same(found, expected):
                 return f"after {number} of {_STEPS} steps, the state of stand-in {at} differs from that of a whole step"

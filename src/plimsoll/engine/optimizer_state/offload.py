@@ -11,9 +11,9 @@ directly, all state is brought back first: the step is right, but takes the memo
 
 *Nothing is half stepped.* Until the step has ended, the link keeps the state from before it, and a copy of the chunks'
 parameters. If the optimizer or a transfer fails in a chunk, all chunks are put back. If the link cannot take a tensor, the
-tensor stays on the device, and the step goes on. Two cases are left. If the call for the parameters outside of all chunks
-fails, these parameters are as the optimizer leaves them. If the link is too full for the copies, the step goes on without them,
-and an error says so.
+tensor stays on the device, and the step completes. There are two exceptions. If the call for the parameters outside of all
+chunks fails, these parameters are as the optimizer leaves them. If the link is too full for the copies, the step is run without
+them, and an error says so.
 """
 
 from __future__ import annotations
@@ -494,7 +494,7 @@ def _alive(reference: weakref.ref[StateOffload]) -> StateOffload:
 
 
 def _closed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """Call the closure of a step, if there is one. Return its result, and the arguments without it."""
+    """Call the closure that a step was given, or none. Return its result, and the arguments without it."""
     closure = kwargs.get("closure", args[0] if args else None)
     if closure is None:
         return None, args, kwargs
@@ -521,7 +521,7 @@ def _is_large(value: Any, least_bytes: int) -> bool:
 
 
 def _is_flat(tensor: torch.Tensor) -> bool:
-    """Return True if the elements of a tensor lie in one piece of memory, in any order of dimensions."""
+    """Return True if the elements of a tensor fill one piece of memory, in any order of dimensions."""
     is_plain = tensor.layout is torch.strided and not tensor.is_meta
     return is_plain and tensor.numel() > 0 and is_dense(tuple(tensor.shape), tensor.stride())
 
