@@ -43,9 +43,12 @@ points do not decide."""
 _LEAST_RETAINED, _MOST_RETAINED = 4, 5
 """Numbers of two columns in the table that compares choices: the least and the most bytes that a choice holds between forward
 and backward."""
+_FLIPPED_VALUES = 64
+"""To flip a value is to drop it if it is kept, and the reverse. Values are flipped one by one only among this many largest
+values. A region with more of them (a recurrent layer has hundreds of equal size) would measure a thousand choices to save a
+thousandth of its bytes; there values of one kind of op are also kept or dropped together."""
 _PAIRED_VALUES = 10
-"""To flip a value is to drop it if it is kept, and the reverse. Flips of two values together are tried only among this many
-largest values, because the number of pairs is quadratic."""
+"""Flips of two values together are tried only among this many largest values, because the number of pairs is quadratic."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +124,8 @@ class _Generator:
         self.measuring = Measuring(index, view)
         self.fixed = index.fixed[self.measuring.frame.start : self.measuring.frame.stop]
         self.by_size = sorted(view.droppable, key=lambda v: -view.graph.values[v].bytes)
+        self.kinds = _kinds(view) if len(self.by_size) > _FLIPPED_VALUES else []
+        """Sets of values that are kept or dropped together; empty if all values are flipped one by one."""
         self.known: dict[Choice, Effect] = {}
         self._left: tuple[Effect, ...] = ()
         self._weighed = 0
@@ -247,7 +252,7 @@ class _Generator:
         return found
 
     def _descend(self) -> None:
-        """Measure choices on the way to a low peak: flip one value, or a pair, as long as this lowers the peak.
+        """Measure choices on the way to a low peak: flip one value, a pair, or a kind of values, as long as this lowers the peak.
 
         To flip a value means to drop it if it is kept, and to keep it otherwise. Here the peak is the peak of the region's
         backward plus the bytes that other regions of this kind hold. How many regions hold bytes is not known here, so several
@@ -257,15 +262,13 @@ class _Generator:
         # Keeping less does not always lower the peak, because rebuilt values take memory too: on one Llama block, keeping
         # nothing had the same peak in backward as keeping everything, and keeping products and attention had a lower one
         # (docs/project/lab-notes.md). So peaks are computed, not assumed to fall.
-        pairs = list(itertools.combinations(self.by_size[:_PAIRED_VALUES], 2))
-        flips = ([(value,) for value in self.by_size], pairs)
         others = sorted({0, 1, self.alike, self.alike * (self.index.waiting + 1)})
         best = {many: min(self.known, key=lambda choice: self._height(choice, many)) for many in others}
         moving = others
         for _ in range(_DESCENTS_AT_MOST):
             left, moving = moving, []
-            for values in flips:
-                near = {many: [_flip(best[many], value) for value in values] for many in left}
+            for moves in (self._flips_of_one_or_a_kind, self._flips_of_pairs):
+                near = {many: moves(best[many]) for many in left}
                 self.measure(choice for choices in near.values() for choice in choices)
                 stuck = []
                 for many, choices in near.items():
@@ -278,6 +281,17 @@ class _Generator:
                     else:
                         stuck.append(many)
                 left = stuck
+
+    def _flips_of_one_or_a_kind(self, choice: Choice) -> list[Choice]:
+        """Return copies of the choice with one value flipped, or with a kind of values kept or dropped."""
+        found = [_flip(choice, {value}) for value in self.by_size[:_FLIPPED_VALUES]]
+        for values in self.kinds:
+            found += [_keep(choice, values), choice.without(values)]
+        return found
+
+    def _flips_of_pairs(self, choice: Choice) -> list[Choice]:
+        """Return copies of the choice with two of its largest values flipped."""
+        return [_flip(choice, pair) for pair in itertools.combinations(self.by_size[:_PAIRED_VALUES], 2)]
 
     def _height(self, choice: Choice, others: int) -> tuple[int, float]:
         """Return two numbers for one choice: the peak in bytes, and the seconds that the choice adds to the step.
@@ -306,6 +320,23 @@ def _every_choice(view: RegionView) -> Iterable[Choice] | None:
         )
         for combination in itertools.product(*states)
     )
+
+
+def _kinds(view: RegionView) -> list[frozenset[int]]:
+    """Return sets of droppable values: for each kind of op all values that it made, and each quarter of these in program order.
+
+    A kind is the name of an op and the number of its result.
+    """
+    groups: dict[tuple[str, int], list[int]] = {}
+    for value in view.droppable:
+        producer = view.graph.values[value].producer
+        if producer >= 0:
+            op = view.graph.ops[producer]
+            groups.setdefault((op.name, op.writes.index(value)), []).append(value)
+    quarters = (
+        values[len(values) * at // 4 : len(values) * (at + 1) // 4] for values in groups.values() for at in range(4)
+    )
+    return [frozenset(values) for values in (*groups.values(), *quarters) if values]
 
 
 def _keep(choice: Choice, values: Iterable[int]) -> Choice:
