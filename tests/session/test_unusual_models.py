@@ -426,6 +426,35 @@ def test_an_output_and_a_loss_that_raise_for_unknown_attributes_are_taken():
         assert attachment.plan is not None
 
 
+class Lazy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = blocks()
+
+    def forward(self, x: torch.Tensor) -> Iterator[torch.Tensor]:
+        for block in self.blocks:
+            x = block(x)
+            yield x
+
+
+def test_a_forward_that_is_a_generator_is_planned_with_a_loss_that_reads_it():
+    def loss(output: Iterator[torch.Tensor]) -> torch.Tensor:
+        return torch.stack([squares(each) for each in output]).sum()
+
+    plain, managed, batch = Lazy(), Lazy(), torch.randn(ROWS, WIDTH)
+    managed.load_state_dict(plain.state_dict())
+    loss(plain(batch)).backward()
+    with plimsoll.attach(managed, "100MiB"), pytest.raises(InvalidLoss, match="forward returned a generator") as caught:
+        loss(managed(batch)).backward()
+    assert "plimsoll.plan with a loss=" in (caught.value.next or "")
+    plan = plimsoll.plan(managed, batch, strategy="full", loss=loss)
+    assert plan.predicted_peak_bytes < plan.baseline_peak_bytes
+    with plimsoll.apply(managed, plan):
+        loss(managed(batch)).backward()
+    for expected, found in zip(plain.parameters(), managed.parameters(), strict=True):
+        assert torch.equal(expected.grad, found.grad)
+
+
 def graph(layout: torch.layout) -> torch.Tensor:
     """The adjacency of a random graph; in no layout two of them have as many edges."""
     dense = (torch.rand(ROWS, ROWS) < 0.02).float()

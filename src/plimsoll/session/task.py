@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Awaitable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -265,7 +265,7 @@ def stand_in_loss(output: Any) -> torch.Tensor:
     """Return the model's own loss, or else a sum over its outputs: in the first call, the user's loss is not known yet.
 
     Raises:
-        InvalidLoss: no output depends on a trainable parameter.
+        InvalidLoss: no output depends on a trainable parameter, or ``forward`` is a generator or a coroutine.
     """
     own = own_loss(output)
     if isinstance(own, torch.Tensor) and own.numel() == 1 and own.requires_grad:
@@ -273,6 +273,12 @@ def stand_in_loss(output: Any) -> torch.Tensor:
     parts = [
         (t.abs() if t.is_complex() else t).float().sum() for t in returned_tensors(output) if t.requires_grad
     ]  # autograd gives gradients to floats and complex numbers only
+    if isinstance(output, Iterator | Awaitable):
+        raise InvalidLoss(
+            f"forward returned a {type(output).__name__}, so the model runs only after forward has returned.",
+            why="attach traces the first call of forward, which ends before any layer of this model has run",
+            next="return a tuple or a list, or call plimsoll.plan with a loss= that reads what forward returns, and apply",
+        )
     if not parts:
         raise InvalidLoss(
             f"The output of the model ({type(output).__name__}) does not depend on any trainable parameter.",
