@@ -167,6 +167,20 @@ def two_forwards() -> None:
         training.optimizer.zero_grad()
 
 
+def one_step_fails() -> None:
+    """A step fails in backward and is repeated while the exception still holds its graph; later steps do not fail."""
+    training = Training()
+    training.steps(3)
+    output = training.model(torch.randn(ROWS, WIDTH))
+    output.register_hook(lambda gradient: gradient.reshape(1))
+    try:
+        mean_square(output).backward()
+    except RuntimeError:
+        training.step()
+    del output
+    training.steps(10)
+
+
 def late_state() -> None:
     """The optimizer makes its first step when the plan has been made."""
     training = Training()
@@ -235,6 +249,7 @@ SCENARIOS: dict[tuple[TrainingEvent, State], Callable[[], Any]] = {
     (TrainingEvent.RAN_MORE, State.RUNNING): more_layers,
     (TrainingEvent.EXCEEDED, State.RUNNING): heavier_loss,
     (TrainingEvent.MORE_FORWARDS, State.RUNNING): two_forwards,
+    (TrainingEvent.FEWER_FORWARDS, State.RUNNING): one_step_fails,
     (TrainingEvent.NEW_STATE, State.RUNNING): late_state,
     (TrainingEvent.LOOP_HOLDS, State.RUNNING): held_copy,
     (TrainingEvent.ROOM_CHANGED, State.RUNNING): less_room,

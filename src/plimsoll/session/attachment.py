@@ -44,11 +44,13 @@ from plimsoll.session.batch_shapes import Shapes, covers
 from plimsoll.session.carried import Carried
 from plimsoll.session.compiled_step import CompiledStep
 from plimsoll.session.eager_step import EagerStep
+from plimsoll.session.fewer_forwards import FewerForwards
 from plimsoll.session.joint_traces import JointTraces, facts_of
 from plimsoll.session.measured_step import taken_beside
 from plimsoll.session.messages import (
     PlanningNotice,
     announce,
+    log_fewer_forwards,
     log_planning_overrun,
     warn,
     warn_of_floor,
@@ -128,7 +130,7 @@ _KNOWLEDGE = (
     "_ran_more_bytes",
     "_said_parts_bytes",
     "_said_overrun",
-    "_is_named",
+    "_fewer",
     "_counted",
     "_metered",
     "_seen",
@@ -449,6 +451,8 @@ class Attachment(ShowsFigures, RemovedAtEnd):
             return TrainingEvent.EXCEEDED
         if situation.in_flight > planner.in_flight:
             return TrainingEvent.MORE_FORWARDS
+        if begins and self._has_fewer_forwards(planner.in_flight):
+            return TrainingEvent.FEWER_FORWARDS
         if self._counted.is_behind(self._watch):
             return TrainingEvent.NEW_STATE
         if begins and self._is_held_changed():
@@ -535,8 +539,7 @@ class Attachment(ShowsFigures, RemovedAtEnd):
         """The highest peak that a warning named of steps that call parts of the model; 1 if a warning named no peak."""
         self._said_overrun = "", 0
         """The cause and the peak in bytes of the last overrun that a warning named."""
-        self._is_named = False
-        """Whether a warning before the current step already said that the step may exceed the budget."""
+        self._fewer = FewerForwards()
         self._counted, self._metered = CountedState(), MeteredSituations()
         self._planned_frozen: frozenset[str] = frozenset()
         """The names of the parameters that were frozen when plans were made."""
@@ -1084,11 +1087,13 @@ class Attachment(ShowsFigures, RemovedAtEnd):
         if self._steps.parts.first:
             self._judge_parts(peak_bytes, limit_bytes)
             return
+        self._fewer.step_ended(self._steps.in_flight, planner.in_flight)
         self._announce(is_measured=peak_bytes > 0)
         over_bytes = peak_bytes - limit_bytes
-        is_named, self._is_named = self._is_named, False
         next_ = "later steps are planned for a budget that is smaller by this amount, if some plan needs less"
         # A model whose modules began to run in another order was up to 39% over its budget in every later step.
+        # The first forwards of a mixed step kept more than the plan for later steps does, so its peak says nothing about them.
+        is_mixed, self._is_mixed = self._is_mixed, False
         is_other_step = self._metered.has_run_more or self._steps.is_reordered
         if over_bytes > 0 and self._work.has_moved():
             is_other_step, cause = True, "modules that the plan manages were replaced by others"
@@ -1100,6 +1105,8 @@ class Attachment(ShowsFigures, RemovedAtEnd):
             next_ = (
                 f"up to {_MOST_TRACED_AGAIN} steps are traced to find one that runs as much; then plans are made for it"
             )
+        elif is_mixed:
+            next_ = "later steps are planned for as many forwards"
         elif self._shaped is not None and peak_bytes:
             self._shaped.note_peak(peak_bytes, self._steps.levels.forward_growth)
         if over_bytes <= 0:
@@ -1118,7 +1125,7 @@ class Attachment(ShowsFigures, RemovedAtEnd):
             cause = f"{cause}; since plans were made, the training loop holds {format_bytes(held_bytes)} more"
         said_cause, said_bytes = self._said_overrun
         # A lasting state is said once: quantization that began in mid-run exceeded the lowest plan's peak in every later step.
-        if not is_named and (cause != said_cause or is_more(peak_bytes, said_bytes)):
+        if cause != said_cause or is_more(peak_bytes, said_bytes):
             self._said_overrun = cause, peak_bytes
             warn_of_overrun(peak_bytes, limit_bytes, cause, next_)
 
@@ -1158,14 +1165,28 @@ class Attachment(ShowsFigures, RemovedAtEnd):
         if self._shaped is None:
             everyone = self.agreement.gathered(f"over the budget in call {self._calls}", waiting, int)
         if waiting > planner.in_flight:
-            self._is_named = True
             warn_of_waiting(waiting, planner.in_flight, is_planned=everyone is not None)
+            self._is_mixed = not self._steps.is_between_steps
         if everyone is not None:
             with self.agreement:
                 planner.wait_for(max(planner.in_flight, *everyone))
                 if corrected is not None:
                     self._room.account = corrected
                 self._replan("no plan has a lower peak")
+
+    def _has_fewer_forwards(self, planned: int) -> bool:
+        """Return True if the latest steps had fewer forwards than ``planned`` before one backward.
+
+        Always False on ranks that share one plan: they would have to agree before each step.
+        """
+        return self._shaped is not None and 0 < self._fewer.enough < planned
+
+    def plan_for_fewer(self, call: TrainingCall) -> None:
+        """Use plans for fewer forwards before one backward again; `choose_plan` follows in the same call."""
+        enough = self._fewer.enough
+        self._fewer.planned_fewer()
+        log_fewer_forwards(enough, self._traced_step.planner.in_flight)
+        self._traced_step.planner.wait_for(enough)
 
     def count_state(self, call: TrainingCall) -> None:
         """Add new optimizer state to the account. Ranks that share one plan do so only once the optimizers of all ranks have

@@ -102,6 +102,12 @@ def warn_of_waiting(waiting: int, planned: int, *, is_planned: bool) -> None:
     warn(f"{found}, and the plan was made for {planned}: this step may exceed the budget{then}")
 
 
+def log_fewer_forwards(waiting: int, planned: int) -> None:
+    """Log that the next steps are planned for fewer forwards before one backward, as the latest steps had them."""
+    forwards = "1 forward" if waiting == 1 else f"{waiting} forwards"
+    _LOG.info("plimsoll: plans are made for %s before one backward again, not for %d", forwards, planned)
+
+
 def warn_of_state(new_bytes: int) -> None:
     """Warn that the plan does not count some state of this rank's optimizer."""
     state = (

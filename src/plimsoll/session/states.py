@@ -3,19 +3,20 @@
 Each cell names a method of ``Attachment``, which looks up its reaction to every event here. An empty cell means that the event
 cannot occur in that state. A test runs a real training through every cell.
 
-    event          untraced           measuring          running                   given up
-    THAWED         know_nothing       recall             recall                    know_nothing
-    CALL           trace_first_call   calibrate          choose_plan               trace_first_call
-    LARGER_BATCH                                         grow
-    RAN_MORE                                             trace_again
-    EXCEEDED                                             plan_tighter
-    MORE_FORWARDS                                        plan_tighter
-    NEW_STATE                                            count_state
-    LOOP_HOLDS                                           count_held
-    ROOM_CHANGED                                         follow_room
-    STEP_ENDED                                           correct_account
-    OUT_OF_MEMORY  have_none_tighter  have_none_tighter  plan_after_out_of_memory  have_none_tighter
-    FAILED         give_up            give_up            keep_plan                 give_up
+    event           untraced           measuring          running                   given up
+    THAWED          know_nothing       recall             recall                    know_nothing
+    CALL            trace_first_call   calibrate          choose_plan               trace_first_call
+    LARGER_BATCH                                          grow
+    RAN_MORE                                              trace_again
+    EXCEEDED                                              plan_tighter
+    MORE_FORWARDS                                         plan_tighter
+    FEWER_FORWARDS                                        plan_for_fewer
+    NEW_STATE                                             count_state
+    LOOP_HOLDS                                            count_held
+    ROOM_CHANGED                                          follow_room
+    STEP_ENDED                                            correct_account
+    OUT_OF_MEMORY   have_none_tighter  have_none_tighter  plan_after_out_of_memory  have_none_tighter
+    FAILED          give_up            give_up            keep_plan                 give_up
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ class TrainingEvent(enum.StrEnum):
     RAN_MORE = "an earlier step ran more than the traced one, and exceeded the budget"
     EXCEEDED = "an earlier step exceeded the budget, and all batches share one plan"
     MORE_FORWARDS = "more forwards wait for one backward than planned"
+    FEWER_FORWARDS = "in the latest steps fewer forwards waited for one backward than planned"
     NEW_STATE = "an optimizer has made new state"
     LOOP_HOLDS = "the training loop holds more or less when a step begins"
     ROOM_CHANGED = "other programs leave more or less memory on the device"
@@ -99,6 +101,7 @@ TABLE: Mapping[TrainingEvent, Mapping[State, Reaction]] = {
     TrainingEvent.RAN_MORE: {_RUNNING: _cell("trace_again", *_BEGUN)},
     TrainingEvent.EXCEEDED: {_RUNNING: _cell("plan_tighter", _RUNNING)},
     TrainingEvent.MORE_FORWARDS: {_RUNNING: _cell("plan_tighter", _RUNNING)},
+    TrainingEvent.FEWER_FORWARDS: {_RUNNING: _cell("plan_for_fewer", _RUNNING)},
     TrainingEvent.NEW_STATE: {_RUNNING: _cell("count_state", _RUNNING)},
     TrainingEvent.LOOP_HOLDS: {_RUNNING: _cell("count_held", _RUNNING)},
     TrainingEvent.ROOM_CHANGED: {_RUNNING: _cell("follow_room", _RUNNING)},

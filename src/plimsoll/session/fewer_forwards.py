@@ -1,0 +1,36 @@
+"""Decides when plans for several forwards before one backward have become unnecessary.
+
+A failed step that is repeated within its own ``except`` clause keeps its graph alive, so for once two forwards wait for one
+backward. Plans for two keep less, and are slower. If the next steps have one forward each, plans for one are used again.
+"""
+
+from __future__ import annotations
+
+_STEPS_BEFORE = 8
+_STEPS_FACTOR = 8
+"""A loop may have more forwards in every n-th step. Each time it has them again, wait this many times as long as before."""
+
+
+class FewerForwards:
+    """Counts the latest steps in which fewer forwards waited for one backward than plans are made for."""
+
+    def __init__(self) -> None:
+        self._patience = _STEPS_BEFORE
+        self._steps = self._most = 0
+
+    def step_ended(self, in_flight: int, planned: int) -> None:
+        """Count a step in which ``in_flight`` forwards waited at once, where ``planned`` were planned for."""
+        if in_flight < planned:
+            self._steps, self._most = self._steps + 1, max(self._most, in_flight)
+        else:
+            self._steps = self._most = 0
+
+    @property
+    def enough(self) -> int:
+        """The number of forwards that would have been enough for these steps, or 0 if there were too few steps to tell."""
+        return self._most if self._steps >= self._patience else 0
+
+    def planned_fewer(self) -> None:
+        """Note that plans are made for fewer forwards from now on."""
+        self._patience *= _STEPS_FACTOR
+        self._steps = self._most = 0
