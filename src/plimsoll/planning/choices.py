@@ -252,7 +252,7 @@ class _Generator:
         return found
 
     def _descend(self) -> None:
-        """Measure choices on the way to a low peak: flip one value, a pair, or a kind of values, as long as this lowers the peak.
+        """Measure choices on the way to a low peak: flip a value, a pair, or a kind of values, as long as this lowers the peak.
 
         To flip a value means to drop it if it is kept, and to keep it otherwise. Here the peak is the peak of the region's
         backward plus the bytes that other regions of this kind hold. How many regions hold bytes is not known here, so several

@@ -40,6 +40,7 @@ from plimsoll.tracing.recorder.calling import (
     refuse_foreign_graph,
     scalar_loss,
 )
+from plimsoll.tracing.recorder.foreign_leaves import foreign_leaves_kept
 from plimsoll.tracing.recorder.untouched import KeptState, RandomState, arguments_kept, forwards_kept, private_copy
 from plimsoll.tracing.torch_internals import sequence_number
 from plimsoll.tracing.zero import held_by_deepspeed, is_gathered_by_zero
@@ -149,7 +150,7 @@ class TrainingStep:
                 refuse_foreign_graph(loss, first_node)
             # As in a training loop, run backward outside of the caller's autocast. Inside it, the cache of cast weights stayed
             # during the whole trial: half of the parameters' bytes, which were then counted into every peak.
-            with after_autocast(self.device.type):
+            with after_autocast(self.device.type), foreign_leaves_kept(self.model, loss):
                 loss.backward()
             value = float(loss.detach())
             del output, loss

@@ -37,6 +37,7 @@ from plimsoll.tracing.recorder.calling import (
     refuse_foreign_graph,
     scalar_loss,
 )
+from plimsoll.tracing.recorder.foreign_leaves import foreign_leaves_kept
 from plimsoll.tracing.recorder.graph import SlotRecord
 from plimsoll.tracing.recorder.storages import Geometry, is_plain
 from plimsoll.tracing.recorder.untouched import forwards_kept
@@ -240,7 +241,7 @@ def run_step(
     refuse_foreign_graph(value, first_node, has_met_threads=stack.has_met_threads)
     at_loss(output)
     tracer.phase = Phase.BACKWARD
-    with explain_backward(model), after_autocast(value.device.type):
+    with explain_backward(model), after_autocast(value.device.type), foreign_leaves_kept(model, value):
         value.backward()
     tracer.note_deaths()
     log = StepLog(

@@ -78,6 +78,12 @@ def sharded_parameters(model: nn.Module) -> list[nn.Parameter]:
     return [part.sharded_param for part in _parameters(model)]
 
 
+def gathered_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters that FSDP2 has gathered from the shards of all ranks, so far as they were gathered before."""
+    found = (getattr(part, "_unsharded_param", None) for part in _parameters(model))
+    return [each for each in found if each is not None]
+
+
 def process_groups(model: nn.Module) -> Iterator[torch.distributed.ProcessGroup]:
     """Yield the process groups that gather parameters and reduce gradients.
 
@@ -110,7 +116,7 @@ def splits_activations(model: nn.Module) -> bool:
     Return False if they only gather parameters, each for its own batch.
     """
     parts = _parameters(model)
-    gathered = {*(part.sharded_param for part in parts), *(getattr(part, "_unsharded_param", None) for part in parts)}
+    gathered = {*(part.sharded_param for part in parts), *gathered_parameters(model)}
     return any(part.is_dtensor for part in parts) or any(
         is_sharded(parameter) for parameter in model.parameters() if parameter not in gathered
     )

@@ -35,6 +35,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from plimsoll.artifacts.advice import BackwardOp, Capture, GraphBreak
 from plimsoll.artifacts.progress import Progress, silent
 from plimsoll.tracing.recorder.calling import Loss, scalar_loss
+from plimsoll.tracing.recorder.foreign_leaves import foreign_leaves_kept
 from plimsoll.tracing.recorder.opkey import cost_key
 from plimsoll.tracing.recorder.untouched import private_copy, untouched
 from plimsoll.tracing.refusals import first_line
@@ -134,7 +135,8 @@ class _Recorder:
         output = torch.compile(model, backend=self._backend)(*args, **kwargs)
         scalar = scalar_loss(output, loss)
         self._report("asking torch.compile", 0.8)
-        with _Watch(self._note_backward, self.check_time), torch.autocast(scalar.device.type, enabled=False):
+        autocast = torch.autocast(scalar.device.type, enabled=False)
+        with _Watch(self._note_backward, self.check_time), autocast, foreign_leaves_kept(model, scalar):
             scalar.backward()
 
     def capture(self, failure: str) -> Capture:

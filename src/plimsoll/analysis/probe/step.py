@@ -21,6 +21,7 @@ from plimsoll.tracing.local_tensors import densified
 from plimsoll.tracing.meters.memory import PeakMeter, storage_bytes
 from plimsoll.tracing.meters.timing import Marks
 from plimsoll.tracing.recorder.calling import Loss, output_tensors, own_loss, scalar_loss
+from plimsoll.tracing.recorder.foreign_leaves import foreign_leaves_kept
 from plimsoll.tracing.recorder.untouched import private_copy
 
 ELSEWHERE = "elsewhere"
@@ -110,7 +111,8 @@ class Trainer:
             parameter.grad = None
         output = self.model(*call.args, **call.kwargs)
         loss = scalar_loss(output, self._loss)
-        loss.backward()
+        with foreign_leaves_kept(self.model, loss):
+            loss.backward()
         return float(loss.detach())
 
     def step(

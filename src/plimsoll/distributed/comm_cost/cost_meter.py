@@ -36,6 +36,7 @@ from plimsoll.distributed.gradient_compression.method import CompressionSettings
 from plimsoll.distributed.gradient_compression.slots import Form, GradientSlot, dense_bytes
 from plimsoll.tracing.local_tensors import dense_parts
 from plimsoll.tracing.meters.timing import Marks, median_interval, wait_for_device
+from plimsoll.tracing.recorder.foreign_leaves import foreign_leaves_kept
 
 _LINK_BYTES = 2**24
 """The bytes of the transfer that measures the bandwidth. A transfer of one byte measures the latency."""
@@ -194,7 +195,8 @@ class CostMeter:
         clock.mark()
         loss = self.forward()
         clock.mark()
-        loss.backward()
+        with foreign_leaves_kept(self.model, loss):
+            loss.backward()
         clock.mark()
         forward_seconds, step_seconds = clock.seconds()
         return forward_seconds, step_seconds

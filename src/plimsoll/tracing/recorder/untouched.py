@@ -25,6 +25,7 @@ from plimsoll.tracing.fsdp2 import KeptShards, every_parameter
 from plimsoll.tracing.local_tensors import gradient_of, local_of, parts_of_sparse
 from plimsoll.tracing.recorder.calling import output_tensors
 from plimsoll.tracing.recorder.contents import KeptValues, is_holder, lent, put_back_entries, with_contents
+from plimsoll.tracing.recorder.foreign_leaves import hooks_of
 from plimsoll.tracing.recorder.kept_classes import KeptClasses
 from plimsoll.tracing.recorder.kept_modules import KeptForwards, KeptModules, held_by
 from plimsoll.tracing.recorder.storages import is_plain, same_contents
@@ -49,7 +50,7 @@ def untouched(model: nn.Module, written: Collection[str] = ()) -> Iterator[None]
     zeros of their shape inside the block, so that accumulating into them has its usual cost, and are never written. Parameters
     are restored if the step is known to write them (``written``, by name), or if it replaces their ``data``.
     """
-    parameters = [*every_parameter(model), *_leaves_of_fast_weights(model)]
+    parameters = every_parameter(model)
     gradients = list(map(gradient_of, parameters))
     generators, state = RandomState(), KeptState(model)
     named = dict(inner_module(model).named_parameters())
@@ -58,7 +59,7 @@ def untouched(model: nn.Module, written: Collection[str] = ()) -> Iterator[None]
     ]
     aliases = [(each, each.data) for each in parameters if is_plain(each) and not is_gathered_by_zero(each)]
     shards, gathering = KeptShards(model), KeptGathering(inner_module(model))
-    hooks = [(table, dict(table)) for table in (*filter(None, map(_hooks_of, parameters)), *gathering.hooks)]
+    hooks = [(table, dict(table)) for table in (*filter(None, map(hooks_of, parameters)), *gathering.hooks)]
     flags = [(module, module.training) for module in model.modules()]
     forwards = KeptForwards(model)
     try:
@@ -93,35 +94,6 @@ def untouched(model: nn.Module, written: Collection[str] = ()) -> Iterator[None]
         generators.put_back()
         # Otherwise the user's call would find weights that autocast cast in the block, and run other ops than later calls.
         torch.clear_autocast_cache()
-
-
-def _leaves_of_fast_weights(model: nn.Module) -> list[Any]:
-    """Return the tensors whose gradients a backward through fast weights adds to: mostly the model's own parameters, which are
-    not in the model during ``torch.func.functional_call``.
-
-    Gradients of a trace were left in them, and the first step trained on these.
-    """
-    left = [each.grad_fn for each in model.parameters() if each.grad_fn is not None]
-    seen: set[Any] = set(left)
-    leaves: dict[int, Any] = {}
-    while left:
-        node = left.pop()
-        leaf = getattr(node, "variable", None)  # only nodes that add to a gradient have it
-        if isinstance(leaf, torch.Tensor):
-            leaves[id(leaf)] = leaf
-        following = {each for each, _ in node.next_functions if each is not None} - seen
-        seen |= following
-        left.extend(following)
-    return list(leaves.values())
-
-
-def _hooks_of(parameter: torch.Tensor) -> dict[int, Any] | None:
-    """Return the hooks that run when a parameter's gradient is complete, or ``None`` if it does not have such hooks.
-
-    torch 2.9 to 2.15 hold them in this dict, and handles refer to the same dict.
-    """
-    found: dict[int, Any] | None = parameter._post_accumulate_grad_hooks
-    return found
 
 
 class RandomState:
