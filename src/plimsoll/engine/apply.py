@@ -123,7 +123,8 @@ class Handle(ShowsFigures, RemovedAtEnd):
 
         Raises:
             PlanMismatch: the plan was made for another model, or its link or its permission to repeat collectives differs from
-                the current plan's.
+                those of the plans before it.
+            OffloadFailed: the link that the plan names cannot be opened.
         """
         shared = self._shared
         if plan.fingerprint != self._plan.fingerprint and not is_for_this:
@@ -132,12 +133,17 @@ class Handle(ShowsFigures, RemovedAtEnd):
                 why="a plan names the regions and tensors that it decides about, and another model has other names",
                 next="call plimsoll.plan for this model",
             )
-        if plan.link not in ("", self._plan.link) or (COLLECTIVES in plan.allow) is not shared.repeats_collectives:
+        # The first plans of attach offload nothing, so they have no link. A link that was opened once stays.
+        packer = shared.packer
+        needs_other_link = plan.link and packer.link_form not in ("", plan.link)
+        if needs_other_link or (COLLECTIVES in plan.allow) is not shared.repeats_collectives:
             raise PlanMismatch(
                 "This plan cannot replace the current plan while that plan is applied.",
                 why="the two plans differ in their offload link, or in whether their recipes repeat collectives",
                 next="call handle.remove(), then plimsoll.apply with the new plan",
             )
+        if plan.link and not packer.link_form:
+            packer.use_link(_opened(plan, _device_of(self.model)), plan.link)
         self.pause()
         if plan.tiles != self._plan.tiles:
             try:
@@ -406,23 +412,32 @@ def apply_plan(
     compiled: set[str] = set()
     if eager or not plan.compiled:
         compiled = managed.keys() - uncompiled_regions(model if plan.compiled else original, eager).keys()
-    parameters = list(model.parameters())
-    device = parameters[0].device if parameters else torch.device("cpu")
+    device = _device_of(model)
     if link is None and plan.link:
-        link = open_link(plan.link, device, host_budget=plan.host_budget_bytes, directory=None)
+        link = _opened(plan, device)
     shared = Shared(
         links=LinkTable(),
         packer=Packer(link, plan.link),
         transfers=TransfersUnderWay(),
         policy=SentinelPolicy(every=sentinel_every),
         inspector=Inspector(verify_every, device),
-        generators=generators_of([parameter.device for parameter in parameters]),
+        generators=generators_of([parameter.device for parameter in model.parameters()]),
         sensor=sensor,
         agree_on_service=agree_on_service,
         splits_backward=splits_backward,
         repeats_collectives=COLLECTIVES in plan.allow,
     )
     return Handle(model, plan, shared, compiled, original=original)
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    """Return the device of the model's first parameter, or the CPU for a model without parameters."""
+    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+
+
+def _opened(plan: Plan, device: torch.device) -> Link:
+    """Open the link that the plan names, with as much host memory as the plan may use."""
+    return open_link(plan.link, device, host_budget=plan.host_budget_bytes, directory=None)
 
 
 def _is_around(region: str, paths: Collection[str]) -> bool:

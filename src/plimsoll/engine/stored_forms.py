@@ -148,6 +148,15 @@ class Packer:
         self._link = link
         self._link_form = link_form or ("" if link is None else link.name)
 
+    @property
+    def link_form(self) -> str:
+        """The name that plans use for the link, or an empty string without a link."""
+        return self._link_form
+
+    def use_link(self, link: Link, link_form: str) -> None:
+        """Send values over this link from now on. Until now there was no link."""
+        self._link, self._link_form = link, link_form
+
     def codec(self, form: str) -> Codec | None:
         """Return the codec that has this name, or ``None`` if ``form`` is the name of the link."""
         return None if self._link is not None and form == self._link_form else find_codec(form)

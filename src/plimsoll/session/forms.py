@@ -32,8 +32,8 @@ from plimsoll.artifacts.region import Origin, RegionGraph
 from plimsoll.artifacts.trace import RegionCall, Trace
 from plimsoll.engine.codecs.protocol import Codec
 from plimsoll.engine.codecs.registry import find_codec, lossless_codecs
-from plimsoll.engine.offload.measure import LinkSpeed, measure_link
-from plimsoll.engine.offload.open import default_link_name, open_link
+from plimsoll.engine.offload.measure import LinkSpeed, link_speed
+from plimsoll.engine.offload.open import default_link_name
 from plimsoll.engine.sensing import LEAST_LOSSY_ELEMENTS, RegionKey, Seen, Sensor, squared_norm
 from plimsoll.engine.stored_forms import READS_SIGN_ONLY
 from plimsoll.errors import TracingFailed
@@ -96,7 +96,7 @@ def sense_forms(step: TrainingStep, trace: Trace, costs: Costs, lowest: Plan, op
             finally:
                 sensor.close()
         gradients = {name: None if g is None else g.to("cpu") for name, g in copies(step.gradients()).items()}
-    link, speed = _measure_link(options, step.device)
+    link, speed = _measure_link(options, step.device, trace)
     maker = _FormMaker(trace, costs, sensor, gradients, link, speed, str(step.device), _wished(options))
     return Sensed(maker.make(), gradients)
 
@@ -124,7 +124,7 @@ def sense_compiled(step: TrainingStep, trace: Trace, costs: Costs, plan: Plan, o
             gradients = {name: None if g is None else g.to("cpu") for name, g in copies(step.gradients()).items()}
             if options.wants_lossy:
                 _follow_noise(step, trace, sensor, gradients)
-    link, speed = _measure_link(options, step.device)
+    link, speed = _measure_link(options, step.device, trace)
     maker = _FormMaker(trace, costs, sensor, gradients, link, speed, str(step.device), _wished(options))
     return Sensed(maker.make(), gradients)
 
@@ -187,12 +187,13 @@ def _sampled(trace: Trace) -> frozenset[RegionKey]:
     return frozenset(calls[i] for calls in kinds.values() for i in (0, len(calls) // 2, -1))
 
 
-def _measure_link(options: PlanOptions, device: torch.device) -> tuple[LinkCost | None, LinkSpeed | None]:
+def _measure_link(options: PlanOptions, device: torch.device, trace: Trace) -> tuple[LinkCost | None, LinkSpeed | None]:
+    """Return the cost of the link and its whole measurement, or ``None`` for both if plans may not offload."""
     if not options.may_offload:
         return None, None
     name = options.link or default_link_name(device)
-    with open_link(name, device, host_budget=options.host_budget_bytes, directory=None) as link:
-        speed = measure_link(link, device)
+    largest_bytes = max((value.bytes for call in trace.regions for value in call.graph.values), default=0)
+    speed = link_speed(name, device, host_budget=options.host_budget_bytes, largest_bytes=largest_bytes)
     return speed.cost(name), speed
 
 

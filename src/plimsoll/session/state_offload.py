@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from plimsoll.artifacts.forms import LinkCost
 from plimsoll.artifacts.offloaded_state import LEAST_STATE_BYTES, OffloadedState
-from plimsoll.engine.offload.measure import measure_link
+from plimsoll.engine.offload.measure import link_speed
 from plimsoll.engine.offload.open import default_link_name, open_link
 from plimsoll.engine.optimizer_state.by_parameter import check_steps_by_parameter
 from plimsoll.engine.optimizer_state.offload import StateOffload
@@ -33,7 +33,6 @@ from plimsoll.session.task import TrainingTask
 from plimsoll.tracing.ddp import inner_module
 from plimsoll.tracing.optimizer import parameter_names, state_bytes
 from plimsoll.tracing.zero import optimizer_inside
-from plimsoll.units import MIB
 
 _SHARES = 8
 _PARTS = 32
@@ -168,15 +167,7 @@ def _link_cost(options: PlanOptions, device: torch.device, most_bytes: int) -> L
     if options.device_profile is not None or device.type == "meta":
         return host_link(find_device(options.device_profile or "CPU"))
     name = options.link or default_link_name(device)
-    # Tensors of 4 MiB would exceed the budget of a small model: eight of them are in memory.
-    return _measured(name, device, options.host_budget_bytes, min(most_bytes, 4 * MIB))
-
-
-@functools.lru_cache
-def _measured(name: str, device: torch.device, host_budget_bytes: int | None, nbytes: int) -> LinkCost:
-    """Measure a link, once for each size. A second measurement would add half a second to the step that offloads more."""
-    with open_link(name, device, host_budget=host_budget_bytes, directory=None) as link:
-        return measure_link(link, device, nbytes).cost(name)
+    return link_speed(name, device, host_budget=options.host_budget_bytes, largest_bytes=most_bytes).cost(name)
 
 
 class StateAtWork:

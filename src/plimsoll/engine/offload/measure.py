@@ -1,7 +1,7 @@
 """Measure how fast a link carries a device's tensors in both directions, and the CPU time of its copies.
 
-The measurement keeps several tensors on the link (32 MiB in all by default, so that CPU caches hardly distort the result). It
-fetches the oldest tensor and stores the next until half a second has passed, and takes medians. Storing the first tensors is
+The measurement keeps eight tensors on the link, so that CPU caches hardly distort the result, and three in memory. It fetches
+the oldest tensor and stores the next until half a second has passed, and takes medians. Storing the first tensors is
 not counted, because it extends the file. Later tensors reuse that space, as later training steps do. A disk is therefore
 measured through the system's page cache. If a disk must hold more bytes than the free memory, it slows down to the speed of the
 device itself, which is not measured here. Also not measured is the allocation of single tensors of 32 MiB and more, whose
@@ -10,6 +10,7 @@ memory returns to the system every time.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import statistics
 import time
@@ -21,6 +22,7 @@ from typing import NamedTuple
 import torch
 
 from plimsoll.artifacts.forms import LinkCost
+from plimsoll.engine.offload.open import open_link
 from plimsoll.engine.offload.protocol import CopyCpuSeconds, Link, Ticket
 from plimsoll.tracing.meters.timing import wait_for_device
 from plimsoll.units import MIB
@@ -30,6 +32,7 @@ _MOST_TRIPS = 40
 _ALIVE = 8
 """The number of tensors that are on the link at the same time."""
 _SMALL_BYTES = 4096
+_MOST_BYTES = 4 * MIB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +66,24 @@ class _Trip(NamedTuple):
     in_cpu_seconds: float
 
 
-def measure_link(link: Link, device: torch.device, nbytes: int = 4 * MIB) -> LinkSpeed:
+def link_speed(name: str, device: torch.device, *, host_budget: int | None, largest_bytes: int) -> LinkSpeed:
+    """Open and measure the link ``name``, and return its speed; later calls return the same speed without measuring.
+
+    ``largest_bytes`` is the size of the largest tensor that will be sent. Larger tensors are not measured with, because they
+    would exceed the budget of a small model. The other arguments are those of `open_link`.
+    """
+    # Batches of many shapes differ a little in their largest tensor: measure once for each power of two.
+    nbytes = min(_MOST_BYTES, 1 << max(_SMALL_BYTES, largest_bytes).bit_length() - 1)
+    return _measured_once(name, device, host_budget, nbytes)
+
+
+@functools.lru_cache
+def _measured_once(name: str, device: torch.device, host_budget: int | None, nbytes: int) -> LinkSpeed:
+    with open_link(name, device, host_budget=host_budget, directory=None) as link:
+        return measure_link(link, device, nbytes)
+
+
+def measure_link(link: Link, device: torch.device, nbytes: int = _MOST_BYTES) -> LinkSpeed:
     """Measure how fast ``link`` carries tensors of ``device``, and return the speed.
 
     Args:
@@ -125,12 +145,13 @@ def _timed(link: Link, device: torch.device, work: Callable[[], object]) -> tupl
 
 
 def _noise(nbytes: int, device: torch.device) -> list[torch.Tensor]:
-    """Return several tensors of ``nbytes`` random bytes, which a file system cannot compress. Global random generators are not
+    """Return two tensors of ``nbytes`` random bytes, which a file system cannot compress. Global random generators are not
     used.
     """
     generator = torch.Generator(device).manual_seed(0)
     words = torch.randint(2**62, (nbytes // 8 + 1,), device=device, generator=generator)
-    return [words.view(torch.uint8)[:nbytes].clone() for _ in range(_ALIVE)]
+    noise = words.view(torch.uint8)[:nbytes]
+    return [noise, noise.clone()]
 
 
 def _median(trips: list[_Trip]) -> _Trip:
