@@ -14,6 +14,7 @@ File: 16 bytes of magic, 32 bytes SHA-256 of the rest, then the payload compress
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import logging
 import os
@@ -127,6 +128,7 @@ def key_of(question: Mapping[str, Any], kind: type[TracedTarget | Estimate] = Tr
     return hashlib.sha256(text).hexdigest()[:40]
 
 
+@functools.cache  # a millisecond each, for every key
 def _version(library: str) -> str:
     """Return the installed version of a library, read without importing it; ``""`` if it is not installed."""
     try:
