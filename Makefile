@@ -14,7 +14,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
 	$$p -c 'import ensurepip, venv, sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 PYTEST_ARGS ?=
 
-.PHONY: help install demo quick test lint format types unit fuzz golden docs snippets wheel notes bench gpu clean
+.PHONY: help install demo quick test contracts lint format types unit fuzz golden docs snippets wheel notes bench gpu clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-9s %s\n", $$1, $$2}'
@@ -39,7 +39,14 @@ demo: $(STAMP)  ## train a small Llama with and without a memory budget, and com
 	@$(BIN)/plimsoll demo $(DEMO_ARGS)
 
 # Lint and types are checked on the pinned torch alone: another version's annotations differ.
-test: $(if $(TORCH),,lint types) unit  ## everything that continuous integration checks (TORCH=2.11.0: on that torch)
+test: $(if $(TORCH),,lint types) unit  ## lint, types and the main suite (TORCH=2.11.0: on that torch)
+
+# Tests are small: a file per worker on one thread each is faster than workers whose threads wait for each other. Files come in
+# the order of tests/conftest.py, those of few tests that take long first.
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+
+contracts: $(STAMP)  ## run the long tests: compilers, ranks, frameworks, documents, examples
+	$(PYTEST) -m long $(PYTEST_ARGS)
 
 lint: $(STAMP)  ## lint and check the formatting
 	$(BIN)/ruff check .
@@ -52,14 +59,17 @@ format: $(STAMP)  ## format and fix what can be fixed
 types: $(STAMP)  ## check the types
 	$(BIN)/mypy
 
-# What a change is tried with while it is made: no ranks, no compilers, no frameworks, no documents (tests/conftest.py).
+# What a change is tried with while it is made: the heart of the rooms that need one process, without files that take seconds.
+QUICK = tests/{artifacts,distributed,test_architecture.py,test_errors.py,test_long_tests.py,test_metering.py,test_units.py} \
+	tests/planning/costing tests/planning/test_{choice,cut,events,expressions,replay_schedule,sending,simulate,solve,strategies}.py \
+	tests/tracing/recorder tests/tracing/test_{peaks,regions,rows,trace,workspaces}.py \
+	tests/engine/{chunked_loss,offload,optimizer_state} \
+	tests/engine/test_{layouts,lifecycle,memory,replay_rng,tiles,transfers}.py
 quick: lint types  ## lint, types, and the quick tests (90 seconds)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --quick -n auto --maxprocesses 4 --dist loadfile $(PYTEST_ARGS)
+	$(PYTEST) -m "not long" $(PYTEST_ARGS) $(QUICK)
 
-# Tests are small: a file per worker on one thread each is faster than workers whose threads wait for each other. Files come in
-# the order of tests/conftest.py, the long ones first.
-unit: $(STAMP)  ## run the test suite alone (PYTEST_ARGS="-k budget")
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+unit: $(STAMP)  ## run the main suite alone (PYTEST_ARGS="-k budget")
+	$(PYTEST) -m "not long" $(PYTEST_ARGS)
 
 # The suite draws the same examples in every run.
 fuzz: $(STAMP)  ## run the property tests on a thousand new examples each

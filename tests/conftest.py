@@ -6,10 +6,13 @@ import gc
 import math
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+from long_cases import has_long_tests, is_long
 
 # The suite draws the same examples in every run, or a change would fail by an example that has nothing to do with it.
 # `make fuzz` draws others, and more of them.
@@ -23,39 +26,40 @@ settings.load_profile(os.environ.get("PLIMSOLL_EXAMPLES", "same") + " examples")
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as the command line sets it, which tests call in this process
 
+_MAIN, _LONG = "not long", "long"
+"""What ``-m`` says in `make test` (and in `make quick`, for some rooms) and in `make contracts`."""
 _LONGEST = frozenset({"test_examples.py", "test_documentation.py", "ranks", "integrations", "session", "contracts"})
 
 
-_QUICK = frozenset({"artifacts", "planning", "tracing", "engine", "distributed"})
-_QUICK_FILES = frozenset(
-    {"test_architecture.py", "test_docstrings.py", "test_errors.py", "test_units.py", "test_metering.py"}
-)
-_NOT_QUICK = frozenset(
-    {"test_open_numbers.py", "test_modes.py", "test_stored_forms.py", "test_planted_faults.py", "test_any_size.py"}
-    | {"test_fake.py", "test_family.py", "test_ladder.py", "test_host_state.py", "test_torch_flags.py", "test_pins.py"}
-    | {"test_solve_forms.py", "test_kernels.py", "test_contract.py", "test_contents.py", "test_surroundings.py"}
-)
-"""Each of these takes 8 to 60 seconds on one core."""
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Files without a test that is asked for are not imported: a framework alone takes ten seconds, in every worker."""
+    expression = config.option.markexpr
+    if expression not in (_MAIN, _LONG) or not collection_path.match("test_*.py"):
+        return None
+    text = collection_path.read_text(encoding="utf-8")
+    asked = has_long_tests(text) if expression == _LONG else not is_long(text)
+    return None if asked else True
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    """``--quick``: the tests of ``make quick``, which run on one rank, without compilers, frameworks and documents."""
-    parser.addoption("--quick", action="store_true", help="only tests that take a minute and a half together")
-
-
-def _is_quick(item: pytest.Item) -> bool:
-    parts = item.path.relative_to(item.config.rootpath).parts
-    is_in_room = len(parts) > 1 and parts[1] in _QUICK
-    return parts[-1] in _QUICK_FILES or (is_in_room and parts[-1] not in _NOT_QUICK and "compiled" not in item.nodeid)
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files of few tests that take long come first, so that no worker ends with one of them while the others wait."""
-    if config.getoption("--quick"):
-        left_out = [item for item in items if not _is_quick(item)]
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if _is_quick(item)]
     items.sort(key=lambda item: _LONGEST.isdisjoint(item.path.parts))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Say what this run left to the other target."""
+    if config.option.markexpr == _MAIN:
+        files = Path(__file__).parent.rglob("test_*.py")
+        count = sum(has_long_tests(path.read_text(encoding="utf-8")) for path in files)
+        terminalreporter.line(
+            f"These were tests that are not marked as long. `make contracts` runs the long ones of {count} files: "
+            "compiled steps, most layouts of ranks, frameworks, examples, commands of the documentation, and of every room "
+            "what takes seconds."
+        )
+    elif config.option.markexpr == _LONG:
+        terminalreporter.line(
+            "These were the tests that are marked as long. `make test` runs all others, linter and types."
+        )
 
 
 @pytest.fixture(autouse=True, scope="session")

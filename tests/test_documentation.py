@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 
 import plimsoll.distributed
 import snippets
+from long_cases import all_but
 from plimsoll.artifacts.store import Artifact
 from plimsoll.tracing.torch_internals import TRIED
 from plimsoll.ui.cli.app import app
@@ -33,7 +34,7 @@ FENCED = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 QUICK = [page for page in snippets.PAGES if snippets.snippets_of(page) and page not in snippets.SLOW]
 
 
-@pytest.mark.parametrize("page", QUICK)
+@pytest.mark.parametrize("page", all_but(QUICK, "README.md"))
 def test_the_python_of_a_page_runs_as_it_stands(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
@@ -116,6 +117,7 @@ def written(folder: Path) -> Written:
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("page", [page for page, lines in BY_PAGE.items() if any(map(is_quick, lines))])
 def test_the_commands_of_a_page_run_one_after_the_other_as_they_stand(
     page: str, ran: dict[str, Written], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -144,6 +146,7 @@ def test_every_reason_to_run_a_command_later_is_about_a_command():
     assert [words for words in snippets.LATER if not any(words in line for line in COMMANDS)] == []
 
 
+@pytest.mark.long
 def test_the_site_builds_without_a_warning_and_fetches_nothing(tmp_path: Path):
     pytest.importorskip("mkdocstrings")
     build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]

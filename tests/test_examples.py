@@ -18,6 +18,7 @@ after all work is done."""
 TRIES = 3
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
 def test_an_example_runs_as_it_stands(path: Path):
     if "jax" in path.name:
@@ -37,6 +38,7 @@ def test_an_example_stays_short(path: Path):
     assert len(path.read_text(encoding="utf-8").splitlines()) < MOST_LINES
 
 
+@pytest.mark.long
 def test_the_tutorial_runs_from_its_first_cell_to_its_last(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):

@@ -68,6 +68,7 @@ def refusal() -> BudgetBelowFloor:
     return caught.value
 
 
+@pytest.mark.long
 def test_a_refusal_shows_what_other_budgets_cost_and_its_smallest_one_works(refusal: BudgetBelowFloor):
     assert refusal.others[0] == TITLE
     assert "\n  ".join(refusal.others) in str(refusal)

@@ -124,6 +124,7 @@ def test_ops_of_other_libraries_and_short_names_are_not_refused_before_the_trace
         refuse_unknown_ops(strategy, existing_ops())
 
 
+@pytest.mark.long
 def test_a_budget_below_the_floor_names_a_budget_that_works():
     """What the plan with the lowest peak takes beyond its prediction is known before it is named."""
     model, batch, loss = stack()
@@ -361,6 +362,7 @@ def test_a_batch_with_a_past_is_not_run_back_into():
     assert encoder.weight.grad is not None
 
 
+@pytest.mark.long
 def test_right_input_leaves_everything_unchanged_too(plan: Plan):
     model, batch, loss = stack()
     optimizer = trained(model, batch, loss)

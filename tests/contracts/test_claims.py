@@ -11,12 +11,14 @@ from benchmarks.claims.traces import KORTHIKANTI, layer
 CHEAP = {claim.name: claim for claim in (*layers.CLAIMS, *memory.CLAIMS, *pipelines.CLAIMS) if claim.is_cheap}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", sorted(CHEAP))
 def test_cheap_claims_are_reproduced(name: str):
     judged = judge(CHEAP[name])
     assert judged.verdict is Verdict.REPRODUCED, [(figure.what, figure.error) for figure in judged.counted]
 
 
+@pytest.mark.long
 def test_a_layer_of_gpt3_holds_what_the_published_formula_says():
     sizes = KORTHIKANTI["175B"]
     formula = 34 + 5 * sizes.heads * sizes.sequence / sizes.hidden

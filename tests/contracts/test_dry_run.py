@@ -21,6 +21,8 @@ from benchmarks.gpu_session.report import Results, write
 from benchmarks.gpu_session.stages import STAGES, Stage
 from benchmarks.gpu_session.stages.longest import search
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).resolve().parents[2]
 
 

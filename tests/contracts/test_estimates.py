@@ -6,6 +6,8 @@ import pytest
 from benchmarks.estimate_accuracy import CATEGORY_WITHIN, PEAK_WITHIN, compare
 from benchmarks.real_steps import Training
 
+pytestmark = pytest.mark.long
+
 ALIKE = (
     Training(target="bert-tiny", precision="bf16-mixed", optimizer="adafactor"),
     Training(target="mixtral-tiny", optimizer="sgd-momentum", micro_batches=2),

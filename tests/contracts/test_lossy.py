@@ -14,6 +14,8 @@ from plimsoll.engine.offload.open import default_link_name
 from plimsoll.session.training_step import TrainingStep
 from plimsoll.tracing.recorder.calling import split_batch
 
+pytestmark = pytest.mark.long
+
 MODELS = {
     "llama": steps.llama,
     "gpt2": steps.gpt2,

@@ -32,9 +32,10 @@ from plimsoll.errors import OffloadFailed
 
 ROWS, WIDTH = 256, 64
 
-pytestmark = pytest.mark.skipif(
-    is_in_memory(tempfile.gettempdir()), reason="the directory for temporary files is in RAM"
-)
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(is_in_memory(tempfile.gettempdir()), reason="the directory for temporary files is in RAM"),
+]
 
 
 def build(device):

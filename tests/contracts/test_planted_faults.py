@@ -11,6 +11,8 @@ from contracts.harness import kernels_for
 from contracts.planted_faults import FAULTS, Planted
 from steps import on
 
+pytestmark = pytest.mark.long
+
 
 @pytest.mark.parametrize("planted", FAULTS, ids=lambda planted: planted.name)
 def test_every_planted_fault_is_found_and_its_cause_named(planted: Planted, device: torch.device):

@@ -12,6 +12,8 @@ from plimsoll.errors import InvalidLayout
 from plimsoll.estimator.parallelism.layouts import read_layout
 from plimsoll.planning.costing.devices import find_device
 
+pytestmark = pytest.mark.long
+
 RUNS = read_runs()
 
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 
+import pytest
 import torch
 from benchmarks.value_reads.__main__ import KINDS, read_rows, write_row
 from benchmarks.value_reads.branching import RunningScale, host_random
 from benchmarks.value_reads.compare import METERED_STEPS, Row, compare
 from benchmarks.value_reads.routing import routed
 from benchmarks.value_reads.stack import BLOCKS, FunctionBlock, Stack, kind_of
+
+pytestmark = pytest.mark.long
 
 STEPS = 2 * METERED_STEPS + 2
 

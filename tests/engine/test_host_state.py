@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from contracts.harness import Block, Stack, batch, differences, manage, train, weigh
+from long_cases import some
 
 STEPS = 8
 FULL = "PLIMSOLL_EVERY_SHAPE" in os.environ
@@ -283,7 +284,7 @@ def _of_kind(kind, pick):
     return lambda holder, x: KINDS[kind](x, lambda count: pick(holder) % count)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", some(KINDS, 8))
 def test_whatever_a_state_of_the_host_decides_gradients_are_right(kind):
     # One of both places by turns: the next test goes through all of them.
     turn = list(KINDS).index(kind)
@@ -296,7 +297,7 @@ def test_whatever_a_state_of_the_host_decides_gradients_are_right(kind):
         assert len(kept) <= 1
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", some(PLACES, 3))
 def test_wherever_the_state_is_gradients_are_right(place):
     for kind in ("a width", "a scale", "which of two tensors"):
         wrong, kept = _run(_of_kind(kind, PLACES[place]), SHAPES[0])
@@ -304,7 +305,7 @@ def test_wherever_the_state_is_gradients_are_right(place):
         assert len(kept) <= 1
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", some(WAYS, 5))
 def test_tensors_and_functions_that_change_places_keep_gradients_right(way):
     wrong, kept = _run(WAYS[way], SHAPES[0])
     assert wrong == []

@@ -9,6 +9,7 @@ from torch import nn
 from contracts.harness import Block, Stack, assert_unchanged, batch, plain_step, stack_of, weigh
 from engine.functions import FUNCTIONS
 from engine.models import Inner, Lined, Only, step_on, step_with_input
+from long_cases import some
 from plimsoll.artifacts.decision import Engine
 from steps import Net
 
@@ -31,19 +32,19 @@ def drawing_between_backwards(model, index):
     return loss, torch.rand(2)
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("name", some(FUNCTIONS, 12))
 def test_a_block_around_an_unusual_function_keeps_every_bit_and_moves_the_generator_as_without(name):
     report = assert_unchanged(stack_of(lambda: Inner(FUNCTIONS[name]), count=2), plain_step)
     assert report.dropped_share > (0.5 if name in WITH_OBSTACLES else 0.95), report.obstacles
 
 
-@pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
+@pytest.mark.parametrize("function", some(FUNCTIONS.values(), 9), ids=FUNCTIONS)
 def test_only_some_values_dropped_keeps_every_bit(function):
     kept = ("norm", "exp", "sigmoid", "mul#0")
     assert_unchanged(stack_of(lambda: Inner(function), count=2), plain_step, kept=kept, steps=2)
 
 
-@pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
+@pytest.mark.parametrize("function", some(FUNCTIONS.values(), 9), ids=FUNCTIONS)
 def test_backward_may_run_twice_with_draws_in_between(function):
     assert_unchanged(stack_of(lambda: Inner(function), count=2), drawing_between_backwards, boundaries=(1,))
 

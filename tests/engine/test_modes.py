@@ -29,6 +29,7 @@ from contracts.harness import (
     weigh,
 )
 from engine.models import Inner, Through, attention, step_on, tied
+from long_cases import some
 from plimsoll.engine.apply import apply_plan
 from plimsoll.errors import InvalidModel
 from steps import Net
@@ -350,7 +351,7 @@ VERBS = {
 
 
 @pytest.mark.parametrize("verb", VERBS)
-@pytest.mark.parametrize("how", ["the whole model", "in place", "every block", "every block's part"])
+@pytest.mark.parametrize("how", some(["the whole model", "in place", "every block", "every block's part"], 2))
 def test_a_model_that_is_compiled_before_is_refused(how, verb):
     torch._dynamo.reset()
     model = stack_of(nn.Tanh)()
@@ -365,10 +366,13 @@ def test_a_model_that_is_compiled_before_is_refused(how, verb):
 @pytest.mark.parametrize("first", [True, False], ids=["at once", "after a step"])
 @pytest.mark.parametrize(
     ("how", "verb"),
-    [
-        *((how, manage) for how in COMPILED if "part" not in how),
-        *((how, attach) for how in COMPILED if "block" not in how),
-    ],
+    some(
+        [
+            *((how, manage) for how in COMPILED if "part" not in how),
+            *((how, attach) for how in COMPILED if "block" not in how),
+        ],
+        2,
+    ),
 )
 def test_a_model_that_is_compiled_after_is_refused_when_it_trains(how, verb, first):
     torch._dynamo.reset()
@@ -401,7 +405,7 @@ TRACERS = {
 
 
 @pytest.mark.parametrize("verb", [manage, attach])
-@pytest.mark.parametrize("name", TRACERS)
+@pytest.mark.parametrize("name", some(TRACERS, 3))
 def test_tracers_see_the_plain_model_and_leave_training_as_it_was(name, verb):
     torch._dynamo.reset()
     torch.manual_seed(0)

@@ -15,6 +15,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import plimsoll
 from contracts.harness import assert_unchanged, batch, manage, plain_step, stack_of, weigh
+from long_cases import some
 
 
 def dropping():
@@ -84,7 +85,7 @@ def test_no_memory_of_parameters_is_held_between_steps():
         assert all(reference.expired() for reference in old)
 
 
-@pytest.mark.parametrize("drops", [0.0, 0.1])
+@pytest.mark.parametrize("drops", some([0.0, 0.1], 1))
 def test_a_gpt2_whose_weights_are_perturbed_for_forward_has_right_gradients_at_its_floor(drops):
     torch.manual_seed(0)
     config = GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=64, bos_token_id=0, eos_token_id=0)

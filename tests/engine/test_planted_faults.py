@@ -33,6 +33,7 @@ from transformers import (
 )
 
 from contracts.harness import Stack, batch, kernels_for, manage, weigh
+from long_cases import some
 from plimsoll.errors import ReplayMismatch, SavedTensorModified
 
 WIDTH = 16
@@ -750,7 +751,7 @@ def outcomes(kind: type[Way], place: str, *, drops: bool) -> list[str]:
         way.close()
 
 
-@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize("name", some(WAYS, 10))
 def test_a_planted_fault_gives_right_gradients_or_an_error_in_its_first_step(name):
     everywhere = list(itertools.product((True, False), PLACES))
     turn = list(WAYS).index(name)

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import plimsoll
+from long_cases import some
 from plimsoll.engine.apply import Handle
 from plimsoll.errors import ReplayMismatch, SavedTensorModified
 from plimsoll.tracing.meters.memory import PeakMeter
@@ -115,7 +116,7 @@ def reruns(model: nn.Sequential) -> int:
     return sum(service.reruns for block in model for service in block.forward.services.values())
 
 
-@pytest.mark.parametrize("kind", WAYS)
+@pytest.mark.parametrize("kind", some(WAYS, 3))
 def test_a_way_that_was_never_recorded_is_run_again_and_keeps_every_bit(kind: str, managed: Any):
     plain, model = pair_of(WAYS[kind])
     managed(model)
@@ -218,7 +219,8 @@ def calls_a_hooked_part(block: Branching, wide: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    "way", [writes_its_statistics, counts, draws_from_its_own_generator, calls_a_hooked_part, leaves_memory_unset]
+    "way",
+    some([writes_its_statistics, counts, draws_from_its_own_generator, calls_a_hooked_part, leaves_memory_unset], 2),
 )
 def test_a_way_that_must_not_run_twice_keeps_its_activations(way: Way, managed: Any):
     plain, model = pair_of(way)
@@ -375,7 +377,7 @@ class Masked(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", some(LAYOUTS, 2))
 def test_a_second_run_gets_arguments_of_the_same_layout(layout: str):
     torch.manual_seed(0)
     plain = Masked()

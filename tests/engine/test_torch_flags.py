@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import plimsoll
+from long_cases import some
 from plimsoll.engine.torch_flags import flags_for
 from steps import Net
 
@@ -102,14 +103,17 @@ def trained(model: nn.Module, around: Around, first: int) -> list[torch.Tensor]:
 @pytest.mark.parametrize("first", [0, 2])
 @pytest.mark.parametrize(
     ("block", "around", "drops"),
-    [
-        (convolutions, lambda: torch.backends.mkldnn.flags(enabled=False), True),
-        (convolutions, deterministic, True),
-        (flagged, contextlib.nullcontext, True),
-        (noise, doubles, True),
-        (neighbours, contextlib.nullcontext, True),
-        (gradient, contextlib.nullcontext, False),
-    ],
+    some(
+        [
+            (convolutions, lambda: torch.backends.mkldnn.flags(enabled=False), True),
+            (convolutions, deterministic, True),
+            (flagged, contextlib.nullcontext, True),
+            (noise, doubles, True),
+            (neighbours, contextlib.nullcontext, True),
+            (gradient, contextlib.nullcontext, False),
+        ],
+        3,
+    ),
 )
 @pytest.mark.filterwarnings("ignore:TF32 acceleration", "ignore:.*Gradient:UserWarning", "ignore:plimsoll")
 def test_gradients_are_right_whatever_torch_is_told_around_forward(block, around, drops, first):

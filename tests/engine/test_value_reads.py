@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import plimsoll
+from long_cases import some
 from plimsoll.artifacts.decision import Engine
 from plimsoll.tracing.meters.memory import PeakMeter
 from steps import mean_square
@@ -172,7 +173,7 @@ def peak_bytes(model: nn.Module, step: int) -> int:
     return meter.peak_bytes
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", some(KINDS, 2))
 def test_a_region_that_reads_values_is_planned_like_any_other(kind: str, recorded: list[int]):
     torch.manual_seed(0)
     plain = Readers(KINDS[kind])
@@ -189,6 +190,7 @@ def test_a_region_that_reads_values_is_planned_like_any_other(kind: str, recorde
             assert peak_bytes(model, step) <= MORE_THAN_CHECKPOINT * peak_bytes(checkpointed, step)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["counted", "branched", "looked_up", "early"])
 def test_a_budget_is_kept_in_every_step_by_a_model_that_reads_values(kind: str):
     torch.manual_seed(0)
@@ -217,6 +219,7 @@ def short_rows() -> torch.Tensor:
     return rows
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", ["full", "auto"])
 def test_a_region_that_left_early_in_the_planned_step_drops_what_it_saves_on_its_long_way(strategy: str):
     torch.manual_seed(0)
@@ -256,6 +259,7 @@ def test_a_region_that_saves_much_is_left_alone_if_the_budget_has_much_room():
     assert [region.is_left_alone for region in plan.regions] == [True] * BLOCKS
 
 
+@pytest.mark.long
 def test_a_plan_names_the_line_that_reads_values():
     plan = plimsoll.plan(Readers(branched), rows_of(99), loss=mean_square, strategy="full")
     line = branched.__code__.co_firstlineno + 2
@@ -265,6 +269,7 @@ def test_a_plan_names_the_line_that_reads_values():
     assert {region.value_read for region in known.regions} == {""}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["routed", "branched", "unique", "dropped_out"])
 def test_new_sizes_after_many_calls_of_one_size_keep_every_bit(kind: str):
     torch.manual_seed(0)
@@ -284,6 +289,7 @@ def test_new_sizes_after_many_calls_of_one_size_keep_every_bit(kind: str):
         assert handle.faults == ()
 
 
+@pytest.mark.long
 def test_results_that_are_tuples_of_one_tensor_match_their_recording(recorded: list[int]):
     def parted(block: Reader, x: torch.Tensor) -> torch.Tensor:
         (part,) = x.split(len(x))
@@ -301,6 +307,7 @@ def test_results_that_are_tuples_of_one_tensor_match_their_recording(recorded: l
         assert {outcome.reruns for outcome in handle.outcomes()} == {0}
 
 
+@pytest.mark.long
 def test_outcomes_count_recipes_and_second_runs():
     torch.manual_seed(0)
     model = Readers(branched)

@@ -65,6 +65,7 @@ def test_items_add_up_to_what_the_allocator_reserves_and_what_lies_outside_of_it
     assert all(item.relative_error > 0 for item in stage.items if item.bytes)
 
 
+@pytest.mark.long
 def test_throughput_is_as_certain_as_the_runs_of_its_kind_that_were_tuned_on():
     assert on_gpu(precision="bf16").throughput.relative_error == 0.12
     assert on_gpu(device="L40S", precision="bf16").throughput.relative_error == 0.3
@@ -77,6 +78,7 @@ def test_a_question_asked_again_is_answered_without_torch():
     assert subprocess.run([sys.executable, "-c", again], capture_output=True, text=True).stdout == "False\n"
 
 
+@pytest.mark.long
 def test_a_cpu_has_no_caching_allocator_and_no_framework():
     stage = plimsoll.estimate("llama-tiny", 1, device="laptop-CPU", **SIZES).stages[0]
     assert stage.reserved_bytes is None
@@ -117,6 +119,7 @@ def test_interleaved_stages_of_a_rank_are_counted_together():
     assert interleaved.throughput.step_seconds < plain.throughput.step_seconds
 
 
+@pytest.mark.long
 def test_logits_wait_in_the_heads_stage_alone(tmp_path: Path):
     config = dict(known_models()["llama-tiny"].config) | {"vocab_size": 8192}
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
@@ -136,6 +139,7 @@ def error_of(estimate: Estimate, name: str, stage: int) -> float:
     return next(item.relative_error for item in estimate.stages[stage].items if item.name == name)
 
 
+@pytest.mark.long
 def test_tensor_parallel_ranks_hold_their_share():
     whole, half = on_gpu(optimizer="none"), on_gpu(layout="tp=2,sp", optimizer="none")
     assert bytes_of(half, "parameters") == pytest.approx(bytes_of(whole, "parameters") / 2, rel=0.05)
@@ -177,6 +181,7 @@ def test_one_rank_idles_in_no_pipeline_and_may_ask_for_zero():
     assert any("does not shard anything" in note for note in found.notes)
 
 
+@pytest.mark.long
 def test_mfu_is_also_given_as_published_figures_count_it():
     found = on_gpu(precision="fp32")
     speed, facts = found.throughput, found.facts
@@ -292,6 +297,7 @@ def test_a_sequence_that_is_not_known_is_not_split(target: str):
         plimsoll.estimate(target, layout="cp=2")
 
 
+@pytest.mark.long
 def test_a_sequence_is_divided_among_context_parallel_ranks_once():
     found = on_gpu(sequence=66, layout="cp=2", optimizer="none")
     assert found.facts.sequence == 33

@@ -210,6 +210,7 @@ def test_the_bound_of_larger_micro_batches_holds_and_is_close(layout: str, monke
     assert (steps[1] < steps[0]) == ("dp" in layout), "a pipeline idles longer with fewer micro-batches"
 
 
+@pytest.mark.long
 def test_an_estimate_of_a_space_is_that_of_its_fastest_layout(tmp_path: Path):
     how: dict[str, Any] = {"device": "H100", "precision": "bf16", "sequence": 256, "budget": "20MiB"}
     found = plimsoll.estimate("llama-tiny", 1, layout="ranks=2,samples=4,tp=1", **how)

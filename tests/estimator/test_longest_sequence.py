@@ -53,6 +53,7 @@ def test_each_row_fits_at_least_as_much_as_the_row_above(found):
     assert found.attention == "memory-efficient attention, which never holds all scores"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("row", "strategy"), [(0, "none"), (1, "full")])
 def test_a_step_traced_at_the_found_length_fits_and_one_that_is_slightly_longer_does_not(found, row, strategy):
     # Given the longest sequence of a row, which was derived from traces of two other lengths
@@ -78,6 +79,7 @@ def test_the_result_survives_its_file_and_can_be_shown(found):
     assert f"{found.longest:,} tokens" in str(found)
 
 
+@pytest.mark.long
 def test_a_sample_batch_is_cut_and_repeated_along_its_tokens(found):
     # When a sample batch is given instead of a function
     other = longest_sequence(make_model(), batch_of(1, 4096), budget=BUDGET)
@@ -85,6 +87,7 @@ def test_a_sample_batch_is_cut_and_repeated_along_its_tokens(found):
     assert [row.tokens for row in other.rows] == [row.tokens for row in found.rows]
 
 
+@pytest.mark.long
 def test_learned_positions_limit_the_length_and_code_that_refuses_tiles_leaves_that_row_out():
     # When a device has room for far more tokens than the model has positions, and the model's code needs whole samples
     found = longest_sequence("gpt2-tiny", 4, device="H100")
@@ -96,6 +99,7 @@ def test_learned_positions_limit_the_length_and_code_that_refuses_tiles_leaves_t
     assert not any(row.is_gaining for row in found.rows[1:])
 
 
+@pytest.mark.long
 def test_nothing_fits_a_budget_below_the_weights_and_the_users_loss_leaves_no_row_for_another():
     found = longest_sequence(make_model(), batch_of, budget="100KiB", techniques="loss=fused")
     assert found.longest is None

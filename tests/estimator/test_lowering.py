@@ -11,6 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import plimsoll
 import zoo
+from long_cases import some
 from metering import LiveStorages
 from plimsoll.errors import InvalidOption
 from plimsoll.estimator.lowering import SwitchFigures, lower
@@ -103,6 +104,7 @@ def test_what_is_made_again_is_not_sent():
 TINY: dict[str, Any] = {"sequence": 256, "device": "H100", "optimizer": "none"}
 
 
+@pytest.mark.long
 def test_an_estimate_is_that_of_the_chosen_switches():
     free = plimsoll.estimate("llama-tiny", 2, **TINY)
     peak_bytes = free.stages[0].allocated_bytes
@@ -117,7 +119,7 @@ def test_an_estimate_is_that_of_the_chosen_switches():
         plimsoll.estimate("llama-tiny", 2, **TINY, strategy="full", export="megatron")
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("framework", some(FRAMEWORKS, 2))
 def test_offloading_is_chosen_where_nothing_else_is_as_fast(framework):
     """At nine tenths of what everything kept takes, or where nothing else gets to."""
     asked = {"sequence": 512, "device": "H100", "layout": "dp=8,zero=3"}
@@ -138,6 +140,7 @@ def test_offloading_is_chosen_where_nothing_else_is_as_fast(framework):
     )
 
 
+@pytest.mark.long
 def test_a_device_without_a_link_to_a_host_says_that_nothing_was_sent():
     found = plimsoll.estimate("llama-tiny", 2, sequence=256, device="laptop-CPU", budget="1GiB", export="transformers")
     assert any("the catalogue does not know the link between laptop-CPU and its host" in note for note in found.notes)
@@ -174,6 +177,7 @@ def test_megatron_takes_every_setting(model):
             assert {name: getattr(config, name) for name in setting.values} == setting.values
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("every", [1, 2, 3])
 def test_transformers_peaks_where_its_switch_is_predicted_to(every):
     sizes = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 4}
@@ -199,6 +203,7 @@ class _Host(saved_tensors_hooks):
         )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("every", [1, 2, 3])
 def test_transformers_peaks_where_offloading_is_predicted_to(every, monkeypatch):
     """Its own switch, with the host behind it in the place of another memory: what it takes off the peak, to the byte or so."""

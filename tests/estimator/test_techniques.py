@@ -11,6 +11,7 @@ from torch import nn
 
 import plimsoll
 import zoo
+from long_cases import some
 from metering import simulated_transient_peak, transient_peak
 from plimsoll.artifacts.estimate import Estimate
 from plimsoll.artifacts.job import Layout, Techniques, read_techniques
@@ -62,34 +63,37 @@ def test_words_that_mean_nothing_are_refused(text: str, message: str):
 
 @pytest.mark.parametrize(
     ("how", "words"),
-    [
-        ({"precision": "fsdp-bf16"}, "this layout does not shard parameters"),
-        ({"precision": "fsdp-bf16", "layout": "dp=4,zero=1"}, "this layout does not shard parameters"),
-        ({"techniques": "reduce=bf16"}, "reduce_dtype"),
-        ({"techniques": "gradients=fp32", "precision": "bf16"}, "needs master weights"),
-        ({"techniques": "tf32", "device": "V100"}, "V100-32GB does not support tf32"),
-        ({"techniques": "offload=optimizer", "optimizer": "none"}, "no optimizer on H100"),
-        ({"techniques": "offload=optimizer,optimizer-in-backward"}, "after all gradients are computed"),
-        ({"techniques": "fp8=rowwise", "device": "A100"}, "A100-80GB does not support fp8=rowwise"),
-        ({"techniques": "fp8=rowwise", "precision": "fp32"}, "does not apply to any matrix product"),
-        ({"techniques": "fp8=mxfp8", "precision": "bf16"}, "cannot compute in this format"),
-        ({"techniques": "fp8=delayed", "precision": "bf16", "layout": "dp=8,zero=3"}, "how it shards them"),
-        ({"techniques": "offload=parameters", "layout": "dp=8,zero=2"}, "this layout does not shard parameters"),
-        ({"techniques": "packed=256"}, "fewer tokens than a sample has"),
-        ({"techniques": "padded=100"}, "would leave only padding"),
-        ({"techniques": "loss=vocabulary-parallel"}, "needs tensor parallelism"),
-        ({"techniques": "optimizer-in-backward", "optimizer": "none"}, "the job does not have an optimizer"),
-        ({"techniques": "optimizer-in-backward", "layout": "micro-batches=2"}, "2 micro-batches"),
-        ({"techniques": "optimizer-in-backward", "layout": "dp=2"}, "buckets hold all gradients"),
-        ({"techniques": "loss=chunked", "layout": "tp=2"}, "can only be fused"),
-        ({"techniques": "megatron,compile"}, "each sets the kernels of the blocks"),
-        (
-            {"techniques": "fp8=rowwise,fp8-weights", "precision": "bf16"},
-            "only Transformer Engine holds weights in fp8",
-        ),
-        ({"techniques": "comm-overlap", "layout": "tp=2"}, "it hides collectives of sequence parallelism"),
-        ({"techniques": "expandable-segments", "device": "laptop-CPU"}, "a setting of the caching allocator"),
-    ],
+    some(
+        [
+            ({"precision": "fsdp-bf16"}, "this layout does not shard parameters"),
+            ({"precision": "fsdp-bf16", "layout": "dp=4,zero=1"}, "this layout does not shard parameters"),
+            ({"techniques": "reduce=bf16"}, "reduce_dtype"),
+            ({"techniques": "gradients=fp32", "precision": "bf16"}, "needs master weights"),
+            ({"techniques": "tf32", "device": "V100"}, "V100-32GB does not support tf32"),
+            ({"techniques": "offload=optimizer", "optimizer": "none"}, "no optimizer on H100"),
+            ({"techniques": "offload=optimizer,optimizer-in-backward"}, "after all gradients are computed"),
+            ({"techniques": "fp8=rowwise", "device": "A100"}, "A100-80GB does not support fp8=rowwise"),
+            ({"techniques": "fp8=rowwise", "precision": "fp32"}, "does not apply to any matrix product"),
+            ({"techniques": "fp8=mxfp8", "precision": "bf16"}, "cannot compute in this format"),
+            ({"techniques": "fp8=delayed", "precision": "bf16", "layout": "dp=8,zero=3"}, "how it shards them"),
+            ({"techniques": "offload=parameters", "layout": "dp=8,zero=2"}, "this layout does not shard parameters"),
+            ({"techniques": "packed=256"}, "fewer tokens than a sample has"),
+            ({"techniques": "padded=100"}, "would leave only padding"),
+            ({"techniques": "loss=vocabulary-parallel"}, "needs tensor parallelism"),
+            ({"techniques": "optimizer-in-backward", "optimizer": "none"}, "the job does not have an optimizer"),
+            ({"techniques": "optimizer-in-backward", "layout": "micro-batches=2"}, "2 micro-batches"),
+            ({"techniques": "optimizer-in-backward", "layout": "dp=2"}, "buckets hold all gradients"),
+            ({"techniques": "loss=chunked", "layout": "tp=2"}, "can only be fused"),
+            ({"techniques": "megatron,compile"}, "each sets the kernels of the blocks"),
+            (
+                {"techniques": "fp8=rowwise,fp8-weights", "precision": "bf16"},
+                "only Transformer Engine holds weights in fp8",
+            ),
+            ({"techniques": "comm-overlap", "layout": "tp=2"}, "it hides collectives of sequence parallelism"),
+            ({"techniques": "expandable-segments", "device": "laptop-CPU"}, "a setting of the caching allocator"),
+        ],
+        8,
+    ),
 )
 def test_techniques_that_contradict_the_rest_are_refused(how: dict[str, Any], words: str):
     with pytest.raises(InvalidOption, match=words):
@@ -109,6 +113,7 @@ def test_hsdp_shards_over_a_part_of_the_ranks():
     assert hybrid.layout.ranks == whole.layout.ranks == 8
 
 
+@pytest.mark.long
 def test_f32_gradients_are_twice_as_large_and_need_no_cast():
     cast, wide = (on_gpu(precision="bf16", has_master_weights=True, techniques=text) for text in ("", "gradients=fp32"))
     assert bytes_of(wide, "gradients") == 2 * bytes_of(wide, "parameters")
@@ -125,6 +130,7 @@ def test_fsdp_mixed_precision_holds_f32_and_computes_in_bf16():
     assert bytes_of(kept, "parameters") > bytes_of(mixed, "parameters")
 
 
+@pytest.mark.long
 def test_tf32_makes_f32_products_faster_and_nothing_smaller():
     plain, fast = (on_gpu(precision="fp32", sequence=1024, techniques=text) for text in ("", "tf32"))
     assert fast.throughput.step_seconds < plain.throughput.step_seconds
@@ -235,7 +241,7 @@ def _saved_by_torch(block: nn.Module, step: Any) -> int:
     return sum(saved.values())
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("name", some(["llama", "gpt2"], 1))
 @pytest.mark.filterwarnings("ignore")
 def test_a_compiled_block_saves_what_torchs_partitioner_saves(name: str):
     model = zoo.build(name).bfloat16()
@@ -256,6 +262,7 @@ def test_a_compiled_block_saves_what_torchs_partitioner_saves(name: str):
     assert predicted == pytest.approx(measured, rel=0.02)
 
 
+@pytest.mark.long
 def test_compiled_blocks_are_faster_and_hold_less_and_no_arithmetic_is_lost():
     plain, compiled = (on_gpu(sequence=2048, precision="bf16", techniques=text) for text in ("", "compile"))
     before, after = plain.stages[0], compiled.stages[0]
@@ -271,6 +278,7 @@ def test_compiled_blocks_are_faster_and_hold_less_and_no_arithmetic_is_lost():
     )
 
 
+@pytest.mark.long
 def test_fp8_products_are_faster_by_their_peak_and_pay_for_their_casts():
     how = {"sequence": 4096, "precision": "bf16"}
     plain, tensorwise, rowwise = (
@@ -347,6 +355,7 @@ def test_recipes_of_transformer_engine_hold_less_of_activations_and_more_of_weig
     assert kept.throughput.step_seconds < plain.throughput.step_seconds, "each tensor is cast once"
 
 
+@pytest.mark.long
 def test_a_layer_of_megatron_saves_parts_of_what_is_gathered_and_casts_of_what_products_alone_read():
     tokens, hidden, intermediate, tp = 128, 256, 512, 2
     held = []
@@ -376,6 +385,7 @@ def test_weights_in_fp8_alone_take_the_place_of_those_in_16_bits():
     assert bytes_of(alone, "gradients") == bytes_of(beside, "gradients")
 
 
+@pytest.mark.long
 def test_divided_logits_are_held_once_by_a_fused_loss():
     how = {"sequence": 2048, "precision": "bf16", "layout": "tp=2"}
     plain, fused = (on_gpu(**how, techniques=text) for text in ("", "loss=fused"))
@@ -383,6 +393,7 @@ def test_divided_logits_are_held_once_by_a_fused_loss():
     assert fused.throughput.step_seconds < plain.throughput.step_seconds
 
 
+@pytest.mark.long
 def test_overlapped_collectives_leave_their_first_piece_and_gathers_go_beside_the_next_forward():
     how = {"sequence": 2048, "precision": "bf16", "layout": "dp=4,tp=4,sp,zero=1", "has_master_weights": True}
     plain, beside = (on_gpu(**how, techniques=text).stages[0].seconds for text in ("megatron", "megatron,comm-overlap"))
@@ -405,7 +416,7 @@ def test_parameters_on_the_host_leave_gathered_copies_and_pay_for_the_way():
     assert there.throughput.step_seconds > here.throughput.step_seconds
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", some(["fp32", "bf16"], 1))
 @pytest.mark.parametrize("strategy", ["none", "full", "selective:torchtitan"])
 def test_activations_on_the_host_are_those_that_the_strategy_keeps(precision: str, strategy: str):
     how: dict[str, Any] = {"precision": precision, "strategy": strategy, "sequence": 2048}
@@ -416,6 +427,7 @@ def test_activations_on_the_host_are_those_that_the_strategy_keeps(precision: st
     assert there.seconds.recompute_seconds >= here.seconds.recompute_seconds
 
 
+@pytest.mark.long
 def test_a_strategy_that_offloads_waits_for_the_link_of_the_catalogue():
     slow, fast = (on_gpu(device=name, strategy="offload", sequence=2048) for name in ("H100", "GH200"))
     assert 0 < fast.stages[0].seconds.recompute_seconds < slow.stages[0].seconds.recompute_seconds
@@ -425,6 +437,7 @@ def test_a_strategy_that_offloads_waits_for_the_link_of_the_catalogue():
         plimsoll.estimate("llama-tiny", 1, device="cpu", sequence=256, strategy="offload")
 
 
+@pytest.mark.long
 def test_packed_documents_take_attention_off_and_padding_takes_tokens_off():
     whole, packed, padded = (on_gpu(sequence=4096, techniques=text) for text in ("", "packed=512", "padded=25"))
     speeds = [each.throughput.tokens_per_second or 0 for each in (whole, packed, padded)]
@@ -450,6 +463,7 @@ def test_gradients_in_both_types_last():
         on_gpu(**how | {"layout": "dp=2,zero=2"}, techniques="gradients=both")
 
 
+@pytest.mark.long
 def test_the_whole_has_the_error_that_published_runs_of_its_kind_show():
     how = {"precision": "fp16", "has_master_weights": True, "device": "A100-80GB", "layout": "pp=2,micro-batches=4"}
     known = on_gpu(**how).tightest

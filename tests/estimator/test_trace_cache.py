@@ -17,6 +17,7 @@ import msgspec
 import pytest
 
 import plimsoll
+from long_cases import some
 from plimsoll.artifacts.decision import Status
 from plimsoll.artifacts.estimate import Estimate
 from plimsoll.artifacts.job import Precision
@@ -188,21 +189,24 @@ def test_an_estimate_that_is_asked_for_again_is_not_made_again(estimates: Path, 
 
 @pytest.mark.parametrize(
     "change",
-    [
-        {"device": "A100-80GB"},
-        {"device": "H100-SXM@500W"},
-        {"batch": 2},
-        {"sequence": 32},
-        {"precision": "fp32"},
-        {"optimizer": "sgd"},
-        {"has_master_weights": True},
-        {"layout": "dp=2,zero=1,micro-batches=2"},
-        {"strategy": "full"},
-        {"budget": "2GiB"},
-        {"budget": None},
-        {"techniques": "loss=fused"},
-        {"budget": None, "export": "transformers"},
-    ],
+    some(
+        [
+            {"device": "A100-80GB"},
+            {"device": "H100-SXM@500W"},
+            {"batch": 2},
+            {"sequence": 32},
+            {"precision": "fp32"},
+            {"optimizer": "sgd"},
+            {"has_master_weights": True},
+            {"layout": "dp=2,zero=1,micro-batches=2"},
+            {"strategy": "full"},
+            {"budget": "2GiB"},
+            {"budget": None},
+            {"techniques": "loss=fused"},
+            {"budget": None, "export": "transformers"},
+        ],
+        4,
+    ),
     ids=str,
 )
 def test_another_question_is_not_answered_by_a_kept_estimate(
@@ -212,6 +216,7 @@ def test_another_question_is_not_answered_by_a_kept_estimate(
     assert len(decided) == 1
 
 
+@pytest.mark.long
 def test_another_configuration_and_another_device_of_the_same_name_are_other_questions(
     estimates: Path, decided: list[str], tmp_path: Path
 ):
@@ -225,6 +230,7 @@ def test_another_configuration_and_another_device_of_the_same_name_are_other_que
     assert len(decided) == 3
 
 
+@pytest.mark.long
 def test_a_damaged_estimate_is_made_again(estimates: Path, decided: list[str]):
     for path in estimates.iterdir():
         path.write_bytes(path.read_bytes()[:-9])
@@ -238,6 +244,7 @@ def test_what_a_model_or_a_function_gives_is_not_kept(estimates: Path):
     assert set(estimates.iterdir()) == before
 
 
+@pytest.mark.long
 def test_an_estimate_whose_plan_ran_out_of_time_is_not_kept(
     estimates: Path, decided: list[str], monkeypatch: pytest.MonkeyPatch
 ):

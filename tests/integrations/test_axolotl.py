@@ -8,6 +8,8 @@ from benchmarks.stack_setups.hugging_face import plain_trainer
 from metering import LiveStorages
 from plimsoll.integrations.transformers import PlimsollCallback
 
+pytestmark = pytest.mark.long
+
 plugins = pytest.importorskip(
     "axolotl.integrations.base", reason="axolotl is no test extra: it pins half of Hugging Face"
 )

@@ -11,6 +11,8 @@ from plimsoll.errors import UnsupportedFramework
 from plimsoll.integrations import callback
 from plimsoll.integrations.callback import PlimsollCallback
 
+pytestmark = pytest.mark.long
+
 HOMES = {
     "from transformers import Trainer": "plimsoll.integrations.transformers",
     "import lightning.pytorch": "plimsoll.integrations.lightning",

@@ -10,6 +10,8 @@ import pytest
 
 from launching import launch
 
+pytestmark = pytest.mark.long
+
 if importlib.util.find_spec("deepspeed") is None:
     pytest.skip("DeepSpeed is no test extra: it compiles when it is installed", allow_module_level=True)
 

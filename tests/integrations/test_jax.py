@@ -27,6 +27,8 @@ from plimsoll.integrations.jax.program import trace_program  # noqa: E402
 from plimsoll.integrations.jax.regions import find_regions  # noqa: E402
 from plimsoll.integrations.jax.trace import value_name  # noqa: E402
 
+pytestmark = pytest.mark.long
+
 WIDTH, LAYERS, ROWS = 32, 6, 256
 
 
@@ -165,7 +167,6 @@ def test_a_loop_inside_of_a_loop_is_held_or_runs_again_as_a_whole():
     assert pj.temporary_bytes(pj.wrap(nested, held), parameters(), BATCH) == unmanaged
 
 
-@pytest.mark.slow
 def test_shards_on_two_devices_follow_a_plan():
     """Two devices of the host: sharded arguments, a constraint inside of the loop, and a plan inside of ``shard_map``."""
     code = """

@@ -17,6 +17,8 @@ keras = pytest.importorskip("keras", reason="Keras is an extra: pip install torc
 from plimsoll.errors import InvalidOption, PlanMismatch  # noqa: E402
 from plimsoll.integrations import keras as pk  # noqa: E402
 
+pytestmark = pytest.mark.long
+
 ROWS, WIDTH, BLOCKS = 256, 16, 4
 
 

@@ -19,6 +19,8 @@ from metering import LiveStorages
 from plimsoll.errors import BudgetBelowFloor, InvalidModel, InvalidOption
 from plimsoll.integrations.lightning import PlimsollCallback
 
+pytestmark = pytest.mark.long
+
 CLOSURES = functools.partial(torch.optim.LBFGS, max_iter=2, history_size=2)
 SETTINGS = {
     "bf16, accumulation, clipping, validation": {

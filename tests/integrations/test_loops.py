@@ -14,6 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 from metering import LiveStorages
 
+pytestmark = pytest.mark.long
+
 LOOPS = {
     "accelerate, after prepare, bf16": (
         accelerate.train,

@@ -23,6 +23,8 @@ from plimsoll.errors import BudgetBelowFloor, InvalidOption, PlanMismatch  # noq
 from plimsoll.integrations import tensorflow as ptf  # noqa: E402
 from plimsoll.integrations.layers_in_graph import bytes_in_any_state, peak_bytes, rates_of, read_layers  # noqa: E402
 
+pytestmark = pytest.mark.long
+
 ROWS, WIDTH, WIDER, BLOCKS = 512, 64, 512, 6
 
 

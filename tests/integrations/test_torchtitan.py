@@ -12,6 +12,8 @@ from benchmarks.stack_setups.torchtitan import small_trainer, train
 from metering import LiveStorages
 from plimsoll.errors import BudgetBelowFloor, InvalidOption
 
+pytestmark = pytest.mark.long
+
 pytest.importorskip("torchtitan.trainer", reason="torchtitan is no test extra: it needs tensorboard and torchdata")
 
 

@@ -30,6 +30,8 @@ from plimsoll.integrations.budgeted import Framework
 from plimsoll.integrations.transformers import PlimsollCallback
 from unchanged import snapshot
 
+pytestmark = pytest.mark.long
+
 SETTINGS = {
     "bf16, accumulation, evaluation": (
         plain_trainer,

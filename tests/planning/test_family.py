@@ -72,6 +72,7 @@ def assert_exact(family: Family, shape: Shape, real: Trace) -> None:
         assert (ours_spec.flops, ours_spec.moved_bytes) == (real_spec.flops, real_spec.moved_bytes)
 
 
+@pytest.mark.long
 def test_every_size_and_the_arithmetic_of_a_llama_at_a_held_out_batch_are_exact(family: Family, traces):
     assert_exact(family, HELD_OUT, traces[HELD_OUT])
 

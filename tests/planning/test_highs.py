@@ -43,6 +43,7 @@ os.write(2, b"%d" % len(calls))
 """
 
 
+@pytest.mark.long
 def test_planning_writes_nothing_of_the_solvers_to_stdout_or_stderr() -> None:
     paths = os.pathsep.join(str(Path(__file__).parents[1] / part) for part in (".", "support", "../src"))
     environment = {**os.environ, "PYTHONPATH": paths}

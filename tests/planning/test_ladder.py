@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import zoo
+from long_cases import all_but
 from plimsoll.artifacts.costs import Costs
 from plimsoll.artifacts.trace import Trace
 from plimsoll.planning.costing.devices import find_device
@@ -64,7 +65,7 @@ def _costs(step: Trace) -> Costs:
     return roofline_costs(step, find_device("CPU"))
 
 
-@pytest.fixture(scope="module", params=STREAMS)
+@pytest.fixture(scope="module", params=all_but(STREAMS, "graph"))
 def stream(request) -> tuple[Ladder, dict[tuple[int, ...], Trace]]:
     """A ladder made of a few shapes, and the steps at these and at others."""
     build, batch, known, held_out = STREAMS[request.param]

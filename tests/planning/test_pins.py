@@ -6,6 +6,7 @@ import functools
 
 import pytest
 
+from long_cases import some
 from planning.builders import OUT, StepBuilder, transformer
 from planning.form_builders import block_forms, compressed, forms_for
 from plimsoll.artifacts.decision import Decision
@@ -161,7 +162,7 @@ def test_an_input_that_an_override_decides_about_stays_at_its_boundary() -> None
     assert linked == ["not held: the region before recomputes it"]
 
 
-@pytest.mark.parametrize("share", [0.0, 0.5])
+@pytest.mark.parametrize("share", some([0.0, 0.5], 1))
 @pytest.mark.parametrize(("wish", "decision"), [("keep", Decision.KEEP), ("recompute", Decision.RECOMPUTE)])
 @pytest.mark.parametrize("region", [0, 1])
 def test_an_override_of_one_block_holds_for_that_block_though_others_are_alike(

@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 import zoo
+from long_cases import some
 from planning.builders import StepBuilder
 from plimsoll.artifacts.decision import Decision
 from plimsoll.artifacts.forms import Form, Forms, LinkCost, RegionForms, ValueForms
@@ -120,7 +121,7 @@ def test_ops_belong_to_modules_by_what_they_stand_between():
         ),
     ],
 )
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("attention", some(["sdpa", "eager"], 1))
 def test_modules_of_real_layers_are_found(name, expected, attention):
     model, batch = zoo.sample(name)
     model.set_attn_implementation(attention)

@@ -78,6 +78,7 @@ def test_what_is_allowed_lowers_the_floor_and_the_seconds() -> None:
         assert seconds[1] < seconds[0]
 
 
+@pytest.mark.long
 def test_more_error_more_host_memory_and_a_faster_link_never_cost_time() -> None:
     budget_bytes = (planner().floor.peak_bytes + planner().loosest.peak_bytes) // 2
 
@@ -153,6 +154,7 @@ def test_a_named_strategy_declines_nothing() -> None:
     assert not any("although" in note for note in plan.notes)
 
 
+@pytest.mark.long
 def test_other_limits_give_the_plans_of_a_planner_made_for_them() -> None:
     wide = planner(0.003, 60_000)
     for limits in (Limits(0.001**2, 60_000), Limits(0.004**2, None)):

@@ -70,6 +70,7 @@ def test_regions_of_one_size_and_regions_that_read_nothing_need_no_bytes_free():
     assert spread_bytes(msgspec.structs.replace(plan, regions=unread)) == 0
 
 
+@pytest.mark.long
 def test_a_plan_leaves_these_bytes_free_and_says_so():
     none, full = planned("none"), planned("full")
     budget = (none.predicted_peak_bytes + full.predicted_peak_bytes) // 2
@@ -101,6 +102,7 @@ def region(*, bytes_: int, value_read: str = "moe.py:1", input_bytes: int = 100)
 KINDS = ((0, "moe.py:1"), (0, "moe.py:1"), (1000, "moe.py:1"), (0, ""))
 
 
+@pytest.mark.long
 def test_regions_that_read_values_share_what_is_left_of_the_budget():
     short, other, long, unread = (region(bytes_=size, value_read=line) for size, line in KINDS)
     plan = msgspec.structs.replace(planned("none"), regions=(short, other, long, unread))

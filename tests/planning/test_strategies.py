@@ -81,6 +81,7 @@ def deepseek() -> StepIndex:
     return StepIndex(step, Costs(device="none", source=CostSource.ROOFLINE, ops={}))
 
 
+@pytest.mark.long
 def test_parts_of_experts_and_of_compressed_attention_are_recomputed_by_name() -> None:
     index = deepseek()
     dense, mixture = index.views

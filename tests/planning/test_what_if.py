@@ -13,6 +13,7 @@ import transformers
 from torch import nn
 
 import zoo
+from long_cases import some
 from metering import warm_peak
 from plimsoll.artifacts.plan import Holder, Peak
 from plimsoll.artifacts.trace import Trace
@@ -84,7 +85,7 @@ def watched() -> Callable[[str], tuple[nn.Module, Trace]]:
     return find
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", some(MODELS, 3))
 def test_events_with_a_chunked_loss_have_the_measured_peak(name: str, watched):
     model, traced = watched(name)
     head = find_head(traced)

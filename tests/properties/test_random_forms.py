@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from long_cases import some
 from planning.builders import random_step, simulate, transformer
 from planning.every_choice import assert_best_of, every_simulation
 from planning.form_builders import block_forms, random_choice, random_forms
@@ -44,8 +45,7 @@ def random_case(seed: int) -> tuple[Trace, Costs, Forms, Limits]:
     return trace, costs, forms, Limits(draw.choice([0.0, 0.01, 0.05, 0.3]) ** 2, draw.choice([None, None, 0, 5, 20]))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("first", range(0, STEPS, BATCH))
+@pytest.mark.parametrize("first", some(range(0, STEPS, BATCH), 1))
 def test_plans_keep_to_all_limits_and_are_optimal_where_that_can_be_checked(
     first: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -87,6 +87,7 @@ def test_plans_keep_to_all_limits_and_are_optimal_where_that_can_be_checked(
     assert packed > BATCH // 8
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("first", range(0, 20, 10))
 def test_more_of_anything_never_costs_time(first: int) -> None:
     for seed in range(first, first + 10):

@@ -7,6 +7,7 @@ import random
 import numpy as np
 import pytest
 
+from long_cases import some
 from planning.builders import random_step, sweep_prices
 from planning.form_builders import random_choice, random_forms
 from planning.slow_simulator import SlowStep
@@ -40,7 +41,7 @@ def test_bytes_of_every_instant_and_seconds_are_those_of_a_slow_and_obvious_simu
         assert sum(classes_at_peak(simulation).values()) == simulation.peak_bytes, seed
 
 
-@pytest.mark.parametrize("first", range(0, STEPS, BATCH))
+@pytest.mark.parametrize("first", some(range(0, STEPS, BATCH), 1))
 def test_what_regions_add_to_windows_sums_to_the_peaks_of_the_simulator(first: int) -> None:
     additive = 0
     for seed in range(first, first + BATCH):

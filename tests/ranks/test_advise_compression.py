@@ -10,6 +10,8 @@ from plimsoll.artifacts.traffic import Traffic
 from plimsoll.distributed import advise_compression
 from plimsoll.errors import InvalidOption
 
+pytestmark = pytest.mark.long
+
 told = on_ranks(2, "ranks.weighing:everything")
 
 

@@ -221,6 +221,7 @@ def test_the_command_leaves_a_group_alone_that_it_has_not_made(told: Told):
     assert all(outcome["has_group"] for rank in told for outcome in rank["commands"].values())
 
 
+@pytest.mark.long
 def test_torchrun_starts_the_command_on_ranks_that_meet_by_themselves(tmp_path: Path):
     saved = tmp_path / "plan.json"
     started = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "plimsoll"]
@@ -256,6 +257,7 @@ def test_a_command_of_one_process_says_so_once_under_torchrun_and_writes_nothing
     assert first["files"] == ["plan.json"]
 
 
+@pytest.mark.long
 def test_who_takes_part_is_read_from_the_model(told_by_four: Told):
     found = [rank["participants"] for rank in told_by_four]
     for name in ("plain", "hybrid", "a row and a column"):
@@ -264,6 +266,7 @@ def test_who_takes_part_is_read_from_the_model(told_by_four: Told):
         assert [one[name] for one in found] == [(0, 1), (0, 1), (2, 3), (2, 3)]
 
 
+@pytest.mark.long
 def test_two_groups_of_ranks_plan_different_models_at_the_same_time(told_by_four: Told):
     first, second, third, fourth = (rank["pairs"] for rank in told_by_four)
     assert first == second
@@ -271,6 +274,7 @@ def test_two_groups_of_ranks_plan_different_models_at_the_same_time(told_by_four
     assert first != third
 
 
+@pytest.mark.long
 def test_ranks_that_wait_in_a_collective_for_one_that_failed_are_released_and_name_it(told_by_four: Told):
     kinds = of_all(told_by_four, "forward", "kind")
     assert kinds == ["RankFailed", "RankFailed", "InvalidBatch", "RankFailed"]
@@ -365,6 +369,7 @@ def _load_as_one_of_two(port: int, monkeypatch: pytest.MonkeyPatch, failure: Inv
     Crew(is_several=True).load(load)
 
 
+@pytest.mark.long
 def test_a_missing_rank_is_told_of_once_and_at_once(told_by_four: Told):
     assert of_all(told_by_four, "parting", "speaks") == [True, False, False, False]
     assert all(seconds < 5 for seconds in of_all(told_by_four, "parting", "seconds"))

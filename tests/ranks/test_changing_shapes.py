@@ -14,6 +14,8 @@ from plimsoll.session.joint_traces import JointTraces
 from plimsoll.session.task import TrainingTask
 from ranks.changing_shapes import CASES
 
+pytestmark = pytest.mark.long
+
 told = on_ranks(2, "ranks.changing_shapes:on_two_ranks")
 SETTLED = 10
 """After so many calls at most no rank needs to know more."""

@@ -15,7 +15,10 @@ from plimsoll.session.compiled import CompiledPlanner
 from plimsoll.session.options import PlanOptions
 from steps import Stack, mean_square
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler on a CPU")
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler on a CPU"),
+]
 
 told = on_ranks(2, "ranks.compiled_scenarios:on_a_pair")
 WITHIN = 0.2

@@ -7,6 +7,8 @@ import pytest
 from launching import Told, on_ranks
 from ranks.compressing import METHODS, SHARD_METHODS
 
+pytestmark = pytest.mark.long
+
 two = on_ranks(2, "ranks.compressing_layouts:on_two_ranks")
 four = on_ranks(4, "ranks.compressing_layouts:on_four_ranks")
 

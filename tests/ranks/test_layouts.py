@@ -8,6 +8,8 @@ from __future__ import annotations
 import pytest
 from benchmarks.layouts import Case, Facts, run
 
+pytestmark = pytest.mark.long
+
 CASES = [
     Case("ddp", 2, "test", 0.25),
     Case("fsdp2 x tp", 4, "test", 0.25),

@@ -8,10 +8,13 @@ from launching import Told, launch, on_ranks
 from plimsoll.tracing.torch_internals import is_at_least
 
 ON_TWO = [("llama", "1f1b", 0.85), ("gpt2", "zbv", 0.85), ("split", "1f1b", 0.92)]
-pytestmark = pytest.mark.skipif(
-    not is_at_least(2, 11),
-    reason="torch 2.9's own schedules abort under gloo when they infer shapes, without Plimsoll too",
-)
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(
+        not is_at_least(2, 11),
+        reason="torch 2.9's own schedules abort under gloo when they infer shapes, without Plimsoll too",
+    ),
+]
 HAS_V = is_at_least(2, 13)
 """Before, a rank could not send to itself under gloo, which a V does between the stages at its bottom."""
 if not HAS_V:

@@ -14,6 +14,8 @@ import pytest
 from launching import Told, launch
 from ranks.resuming import EXAMPLE, PLANS
 
+pytestmark = pytest.mark.long
+
 LAYOUTS = ("plain", "ddp", "fsdp")
 
 

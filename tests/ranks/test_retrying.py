@@ -7,6 +7,8 @@ import pytest
 from launching import Told, on_ranks
 from ranks.retrying import FOURFOLD, PAIRED
 
+pytestmark = pytest.mark.long
+
 pair = on_ranks(2, "ranks.retrying:on_a_pair")
 four = on_ranks(4, "ranks.retrying:on_four")
 

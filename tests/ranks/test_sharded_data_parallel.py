@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from launching import Told, on_ranks
+from long_cases import all_but
 from plimsoll.tracing.torch_internals import is_at_least
 
 WITHIN = 0.02
@@ -26,17 +27,21 @@ GATHERED_ONCE_MORE = 0.20
 """Before torch 2.13 a plan gathers a shard inside of a region once more: with 2.11 it took 14% less than predicted."""
 
 
-pair = on_ranks(2, "ranks.sharding_scenarios:on_a_pair", {name: (0.5,) if name == BUDGETED else () for name in PAIRED})
+budgeted = on_ranks(2, "ranks.sharding_scenarios:studies", {BUDGETED: (0.5,)})
+
+
+pair = on_ranks(2, "ranks.sharding_scenarios:on_a_pair", {name: () for name in PAIRED if name != BUDGETED})
 
 
 four = on_ranks(4, "ranks.sharding_scenarios:on_four", dict.fromkeys(FOURFOLD, ()))
 
 
-@pytest.fixture(scope="module")
-def studies(pair: Told, four: Told) -> dict[str, Told]:
-    """What every rank found, by layout."""
-    by_name = {name: [rank["studies"][name] for rank in pair] for name in PAIRED}
-    return by_name | {name: [rank["studies"][name] for rank in four] for name in FOURFOLD}
+@pytest.fixture
+def study(layout: str, request: pytest.FixtureRequest) -> Told:
+    """What every rank found of one layout. The one with a budget is launched by itself, for `make test`."""
+    if layout == BUDGETED:
+        return [rank[layout] for rank in request.getfixturevalue("budgeted")]
+    return [rank["studies"][layout] for rank in request.getfixturevalue("pair" if layout in PAIRED else "four")]
 
 
 @pytest.fixture(scope="module")
@@ -45,9 +50,9 @@ def habits(pair: Told) -> Told:
     return [rank["habits"] for rank in pair]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_predicted_peak_of_every_rank_is_the_measured_one(studies, layout):
-    for rank in studies[layout]:
+@pytest.mark.parametrize("layout", all_but(LAYOUTS, BUDGETED))
+def test_the_predicted_peak_of_every_rank_is_the_measured_one(study, layout):
+    for rank in study:
         gathers = layout.startswith(("fsdp2", "hsdp"))
         within = WITHIN_A_BUFFER if gathers and layout != BUDGETED else WITHIN
         assert rank["predicted"] == pytest.approx(rank["measured"], rel=within)
@@ -58,29 +63,31 @@ def test_the_predicted_peak_of_every_rank_is_the_measured_one(studies, layout):
             assert plan["predicted"] < rank["predicted"]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_gradients_under_a_plan_are_those_without_one(studies, layout):
-    plans = [plan for rank in studies[layout] for plan in rank["plans"].values()]
+@pytest.mark.parametrize("layout", all_but(LAYOUTS, BUDGETED))
+def test_gradients_under_a_plan_are_those_without_one(study, layout):
+    plans = [plan for rank in study for plan in rank["plans"].values()]
     assert all(plan["is_bit_equal"] and plan["dropped_bytes"] for plan in plans)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_plan_sends_what_is_sent_without_one_in_the_same_order(studies, layout):
+@pytest.mark.parametrize("layout", all_but(LAYOUTS, BUDGETED))
+def test_a_plan_sends_what_is_sent_without_one_in_the_same_order(study, layout):
     if "inside" in layout and not is_at_least(2, 13):
         pytest.skip(
             "a plan gathers once more per shard inside of a region on this torch: see docs/sharded-data-parallel.md"
         )
-    for rank in studies[layout]:
+    for rank in study:
         assert rank["collectives"]
         assert all(plan["sends_the_same"] for plan in rank["plans"].values())
 
 
-def test_a_budget_is_kept_on_every_rank(studies):
-    for rank in studies[BUDGETED]:
+@pytest.mark.parametrize("layout", [BUDGETED])
+def test_a_budget_is_kept_on_every_rank(study, layout):
+    for rank in study:
         plan = rank["plans"]["50%"]
         assert plan["measured"] <= plan["budget"] < rank["measured"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("reducer", ["static graph", "unused", "views"])
 def test_a_reducer_does_not_notice_that_its_model_was_planned(habits, reducer):
     for rank in habits:
@@ -89,6 +96,7 @@ def test_a_reducer_does_not_notice_that_its_model_was_planned(habits, reducer):
         assert bool(rank["reducer"][reducer]["log"]["has_rebuilt_buckets"]) is (reducer != "unused")
 
 
+@pytest.mark.long
 def test_a_plan_does_not_know_whether_its_model_is_wrapped_but_counts_the_buckets(habits):
     for rank in habits:
         (bare, wrapped), regions = rank["ddp_names"]["fingerprints"], rank["ddp_names"]["regions"]
@@ -97,32 +105,38 @@ def test_a_plan_does_not_know_whether_its_model_is_wrapped_but_counts_the_bucket
         assert rank["ddp_names"]["extra"] == 0
 
 
+@pytest.mark.long
 def test_accumulation_without_reduction_gives_the_same_gradients_under_a_plan(habits):
     assert all(rank["ddp_accumulation"] and rank["fsdp_accumulation"] for rank in habits)
 
 
+@pytest.mark.long
 def test_gradients_that_wait_for_their_reduction_survive_planning(habits):
     assert [rank["waiting"] for rank in habits] == [[True, True]] * 2
 
 
+@pytest.mark.long
 def test_a_step_that_fails_while_it_is_traced_leaves_the_sharded_model_ready(habits):
     for rank in habits:
         wheres = ("in the second block", "in the loss", "in backward of the second block")
         assert all(text.endswith(where) for text, where in zip(rank["failure"], wheres, strict=True))
 
 
+@pytest.mark.long
 def test_flat_parameters_of_fsdp1_are_refused_by_name(habits):
     for rank in habits:
         assert rank["flat"].kind == "InvalidModel"
         assert "FSDP1" in rank["flat"].found
 
 
+@pytest.mark.long
 def test_no_boundary_is_dropped_where_parameters_are_gone_by_then(habits):
     for rank in habits:
         assert rank["boundaries"]["True"] == {"dropped": [False, False], "is_equal": True}
         assert rank["boundaries"]["False"] == {"dropped": [False, True], "is_equal": True}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layout", ["fsdp2", "ddp, views"])
 def test_verify_gives_every_rank_a_receipt(habits, layout):
     for rank in habits:
@@ -134,6 +148,7 @@ def test_verify_gives_every_rank_a_receipt(habits, layout):
         assert receipt["predicted"] == pytest.approx(receipt["measured"], rel=within)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layout", ["fsdp2", "ddp"])
 def test_the_optimizer_counts_by_what_it_holds_on_this_rank(habits, layout):
     for rank in habits:
@@ -142,6 +157,7 @@ def test_the_optimizer_counts_by_what_it_holds_on_this_rank(habits, layout):
         assert found["predicted"] == pytest.approx(found["measured"], rel=within)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("reduction", "name"),
     [
@@ -158,6 +174,7 @@ def test_steps_that_plan_run_beside_what_reduces_gradients_in_the_users_way(habi
         assert any(name in note and "is not counted" in note for note in found["notes"]) == bool(name)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layout", ["fsdp2", "hsdp"])
 def test_gradients_that_wait_for_the_last_micro_batch_are_within_the_budget_or_told_of(habits, four, layout):
     for rank in habits if layout == "fsdp2" else four:

@@ -6,6 +6,8 @@ import pytest
 
 from launching import Told, on_ranks
 
+pytestmark = pytest.mark.long
+
 SPLIT = ("tensor parallel", "sequence parallel", "sequence parallel, repeated", "expert parallel")
 
 

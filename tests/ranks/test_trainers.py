@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from launching import launch
+
+pytestmark = pytest.mark.long
 
 
 def test_a_trainer_on_two_ranks_keeps_to_its_budget_and_to_every_bit(tmp_path):

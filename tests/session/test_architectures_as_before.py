@@ -21,6 +21,7 @@ import plimsoll
 import zoo
 from as_before import Step, changed, differing, outline, read, stepped, structure
 from fittings import ALL, FITTINGS, fit, fit_in_first_call
+from long_cases import some
 from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.receipt import ReceiptVerdict
 from plimsoll.errors import BudgetBelowFloor
@@ -143,7 +144,7 @@ def samples(works: tuple[Any, ...], first: int) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize(("case", "work"), samples(QUIET, 0))
+@pytest.mark.parametrize(("case", "work"), some(samples(QUIET, 0), 2))
 def test_a_model_is_as_before(case: Case, work: Callable[..., None]) -> None:
     (plain, call), (model, _) = case.make(), case.make()
     before = structure(model)
@@ -154,7 +155,7 @@ def test_a_model_is_as_before(case: Case, work: Callable[..., None]) -> None:
     assert changed(outline(plain), outline(model)) == []
 
 
-@pytest.mark.parametrize(("case", "work"), samples(TRAINING, len(ARCHITECTURES)))
+@pytest.mark.parametrize(("case", "work"), some(samples(TRAINING, len(ARCHITECTURES)), 2))
 def test_managed_steps_are_those_of_a_plain_model_and_leave_the_same_behind(
     case: Case, work: Callable[..., list[Step]]
 ) -> None:
@@ -166,7 +167,7 @@ def test_managed_steps_are_those_of_a_plain_model_and_leave_the_same_behind(
     assert all(torch.equal(one, other) for one, other in zip(plain.parameters(), model.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", some(ARCHITECTURES, 9))
 def test_the_zoo_knows_what_an_architecture_can_return(name: str) -> None:
     def counts(*extras: str) -> Any:
         model, call = zoo.sample(name, extras)

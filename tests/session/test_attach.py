@@ -96,6 +96,7 @@ def test_losses_gradients_and_weights_are_those_of_the_unmanaged_training(is_kno
     assert_same(expected, found)
 
 
+@pytest.mark.long
 def test_a_budget_that_gradients_of_earlier_micro_batches_leave_room_in_takes_a_plan_for_them():
     """The only refusal names it, after the loop's own micro-batches were measured."""
 
@@ -254,6 +255,7 @@ def test_a_budget_below_the_floor_is_refused_in_the_first_call_if_nothing_may_ch
     model(batch).sum().backward()
 
 
+@pytest.mark.long
 def test_what_a_loss_of_ones_own_takes_is_refused_in_the_second_call_with_a_budget_that_works():
     _, managed = twins(optimizer=torch.optim.SGD)
     model, batch = managed.model, torch.randn(ROWS, WIDTH)
@@ -325,6 +327,7 @@ def test_forwards_without_backward_do_not_count_as_a_step():
         assert not attachment.is_calibrating
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("where", ["around", "inside"])
 def test_a_profiler_of_the_user_has_precedence(where: str):
     _, managed = twins(optimizer=torch.optim.SGD)
@@ -385,6 +388,7 @@ def _sharpness_aware(budget: int) -> list[int]:
     return live.peaks
 
 
+@pytest.mark.long
 def test_the_one_refusal_counts_what_a_loop_carries_in_a_list():
     """At the floor of the first step alone it went on above its budget without a word."""
     with pytest.raises(BudgetBelowFloor) as refusal:

@@ -15,6 +15,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 import plimsoll
+from long_cases import some
 from metering import LiveStorages
 from plimsoll.errors import BudgetBelowFloor
 from plimsoll.session.risen_rest import RisenRest
@@ -159,22 +160,25 @@ def assert_kept(training: Training, loop: Loop, share: float = 0.7, steps: int =
 
 @pytest.mark.parametrize(
     ("loop", "make"),
-    [
-        (loop, Stack)
-        for loop in (
-            plain,
-            zeros_late,
-            accumulates,
-            pairs,
-            growing_pairs,
-            closure,
-            distils,
-            growing_distils,
-            scaled,
-            averaged,
-        )
-    ]
-    + [(plain, Forgetful)],
+    some(
+        [
+            (loop, Stack)
+            for loop in (
+                plain,
+                zeros_late,
+                accumulates,
+                pairs,
+                growing_pairs,
+                closure,
+                distils,
+                growing_distils,
+                scaled,
+                averaged,
+            )
+        ]
+        + [(plain, Forgetful)],
+        3,
+    ),
 )
 def test_any_loop_keeps_to_its_budget(loop: Loop, make: type[Stack]):
     held_bytes = 4 * MIB if make is Forgetful else 0
@@ -183,7 +187,7 @@ def test_any_loop_keeps_to_its_budget(loop: Loop, make: type[Stack]):
 
 @pytest.mark.parametrize(
     "options",
-    [{"fused": True}, {"foreach": True}, {"capturable": False, "amsgrad": True}],
+    some([{"fused": True}, {"foreach": True}, {"capturable": False, "amsgrad": True}], 1),
     ids=lambda it: next(iter(it)),
 )
 def test_any_form_of_an_optimizer_is_seen_to_step(options: dict[str, Any]):
@@ -204,12 +208,14 @@ def sequences(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -
     update(optimizer)
 
 
+@pytest.mark.long
 def test_longer_sequences_of_the_same_bytes_are_planned_for_before_they_run():
     training = Training(lambda: nn.Sequential(*[attention(WIDTH) for _ in range(4)]), torch.optim.SGD)
     assert_kept(training, sequences, steps=5)
     assert "f32[2x512x32]" in training.attachment.plan.signature
 
 
+@pytest.mark.long
 def test_a_budget_below_the_floor_in_mid_run_leaves_the_old_plan_in_force():
     torch.manual_seed(0)
     model = Stack(3, WIDTH)
@@ -226,6 +232,7 @@ def test_a_budget_below_the_floor_in_mid_run_leaves_the_old_plan_in_force():
         assert [module for module in model.modules() if "forward" in vars(module)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "case",
     [Case("vit"), Case("resnet", "plan", "SGD"), Case("gpt2", loop="accumulates"), Case("bert", "plan")],
@@ -237,6 +244,7 @@ def test_the_floor_that_a_refusal_names_works_as_a_budget_at_once(case: Case):
     assert floor.excess <= CLOSE
 
 
+@pytest.mark.long
 def test_gradients_that_stay_are_counted_once():
     case = Case("llama", loop="accumulates", rows=4)
     with pytest.raises(BudgetBelowFloor) as refused:
@@ -251,6 +259,7 @@ def later_pairs(model: nn.Module, optimizer: torch.optim.Optimizer, number: int)
     (pairs if number >= 3 else plain)(model, optimizer, number)
 
 
+@pytest.mark.long
 def test_more_forwards_before_one_backward_than_planned_are_said_and_planned_for():
     training = Training(lambda: Stack(3, WIDTH), torch.optim.SGD)
     training.run(later_pairs, steps=5)
@@ -311,6 +320,7 @@ def deepens(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> 
     plain(model, optimizer, number)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("verb", ["attach", "apply"])
 def test_a_forward_that_runs_more_than_those_before_it_is_metered_and_named(verb: str):
     training = Training(lambda: Shallow(5, WIDTH), torch.optim.SGD)
@@ -343,6 +353,7 @@ def casts_by_turns(model: nn.Module, optimizer: torch.optim.Optimizer, number: i
     update(optimizer)
 
 
+@pytest.mark.long
 def test_steps_with_and_without_autocast_take_plans_of_their_own():
     training = Training(lambda: Stack(4, WIDTH), torch.optim.SGD)
     expected = training.run(casts_by_turns, steps=6)
@@ -354,6 +365,7 @@ def test_steps_with_and_without_autocast_take_plans_of_their_own():
     assert all(map(torch.equal, expected, found))
 
 
+@pytest.mark.long
 def test_weights_that_autocast_has_cast_are_planned_for_as_gone_before_backward():
     """A loop leaves autocast before backward; a plan is made within it."""
     with LiveStorages() as meter:
@@ -433,7 +445,7 @@ def steps_in_backward(model: nn.Module, optimizer: torch.optim.Optimizer, number
     loss_of(model).backward()
 
 
-@pytest.mark.parametrize("loop", [scales_by_samples, steps_in_backward])
+@pytest.mark.parametrize("loop", some([scales_by_samples, steps_in_backward], 1))
 def test_transforms_and_optimizers_within_backward_are_no_steps_of_their_own(loop: Loop):
     training = Training(lambda: Stack(3, WIDTH), torch.optim.SGD)
     assert_kept(training, loop, steps=5)
@@ -455,22 +467,25 @@ def test_a_model_whose_forward_is_never_called_is_named_when_it_is_trained():
 
 @pytest.mark.parametrize(
     ("cause", "step"),
-    [
-        (
-            "its batch is f32[4096x32], and the plan was made for f32[1024x32]",
-            lambda model: (model.zero_grad(), loss_of(model, 4 * ROWS).backward()),
-        ),
-        (
-            "2 forwards of the model wait",
-            lambda model: (model.zero_grad(), (loss_of(model) + loss_of(model)).backward()),
-        ),
-        ("gradients of an earlier backward already exist", lambda model: loss_of(model).backward()),
-        (
-            "of its parameters were frozen before",
-            lambda model: (model.requires_grad_(True), loss_of(model).backward(), model.zero_grad()),
-        ),
-        ("", lambda model: (loss_of(model).backward(), model.zero_grad())),
-    ],
+    some(
+        [
+            (
+                "its batch is f32[4096x32], and the plan was made for f32[1024x32]",
+                lambda model: (model.zero_grad(), loss_of(model, 4 * ROWS).backward()),
+            ),
+            (
+                "2 forwards of the model wait",
+                lambda model: (model.zero_grad(), (loss_of(model) + loss_of(model)).backward()),
+            ),
+            ("gradients of an earlier backward already exist", lambda model: loss_of(model).backward()),
+            (
+                "of its parameters were frozen before",
+                lambda model: (model.requires_grad_(True), loss_of(model).backward(), model.zero_grad()),
+            ),
+            ("", lambda model: (loss_of(model).backward(), model.zero_grad())),
+        ],
+        1,
+    ),
 )
 def test_an_applied_plan_says_once_why_a_step_takes_more_than_its_budget(cause: str, step: Callable[[nn.Module], Any]):
     model, batch = Stack(3, WIDTH), torch.randn(ROWS, WIDTH)
@@ -568,6 +583,7 @@ def test_on_a_gpu_a_step_is_not_blamed_for_the_model_that_is_trained_after_it(is
     assert found == [(20, expected)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("share", [0.1, 0.5])
 def test_a_plan_made_before_the_first_step_holds_when_it_is_recorded_again_later(share: float):
     model, batch, loss = gpt2()
@@ -593,6 +609,7 @@ class Generator(nn.Module):
         return made
 
 
+@pytest.mark.long
 def test_a_discriminator_keeps_to_its_budget_in_its_own_steps_and_in_the_generators() -> None:
     def generator() -> tuple[Generator, torch.optim.Optimizer]:
         with torch.random.fork_rng():

@@ -57,6 +57,7 @@ def plan(blocks: Model) -> Plan:
     return plimsoll.plan(model, batch, (unmanaged + lowest) // 2)
 
 
+@pytest.mark.long
 def test_a_compiled_model_keeps_to_its_budget_with_the_bits_of_the_default_partition(blocks: Model, plan: Plan) -> None:
     model, batch = blocks
     receipt = plimsoll.verify(model, batch, plan, steps=2)
@@ -69,6 +70,7 @@ def test_a_compiled_model_keeps_to_its_budget_with_the_bits_of_the_default_parti
     assert any("torch's default partition" in note for note in receipt.notes)
 
 
+@pytest.mark.long
 def test_masks_of_dropout_are_drawn_again_from_the_seeds_that_forward_drew(blocks: Model) -> None:
     model, batch = blocks
     plan = plimsoll.plan(model, batch, strategy="full")
@@ -80,6 +82,7 @@ def test_masks_of_dropout_are_drawn_again_from_the_seeds_that_forward_drew(block
     assert receipt.measured_peak_bytes == pytest.approx(plan.predicted_peak_bytes, rel=0.05)
 
 
+@pytest.mark.long
 def test_taking_a_plan_off_puts_back_what_the_user_compiled(blocks: Model, plan: Plan, tmp_path: Any) -> None:
     model, batch = blocks
     before = [block._compiled_call_impl for block in model.transformer.h]
@@ -93,6 +96,7 @@ def test_taking_a_plan_off_puts_back_what_the_user_compiled(blocks: Model, plan:
     assert [block._compiled_call_impl for block in model.transformer.h] == before
 
 
+@pytest.mark.long
 def test_the_step_that_compiles_does_not_have_others_metered(
     blocks: Model, plan: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -111,6 +115,7 @@ def test_the_step_that_compiles_does_not_have_others_metered(
     assert metered.count(False) <= 2  # the first step, and the first one that begins with gradients
 
 
+@pytest.mark.long
 def test_planning_compiled_blocks_takes_none_of_the_numbers_that_training_draws(blocks: Model) -> None:
     model, batch = blocks
     before = torch.get_rng_state()
@@ -118,6 +123,7 @@ def test_planning_compiled_blocks_takes_none_of_the_numbers_that_training_draws(
     assert torch.equal(torch.get_rng_state(), before)
 
 
+@pytest.mark.long
 def test_a_wrong_gradient_of_compiled_code_is_found(blocks: Model, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     class Wrong(PlannedPartitioner):
         def uuid(self) -> str:
@@ -140,6 +146,7 @@ def test_a_wrong_gradient_of_compiled_code_is_found(blocks: Model, plan: Plan, m
     assert receipt.exit_code
 
 
+@pytest.mark.long
 def test_torchs_memory_budgets_are_compared_with_plans_and_draw_other_masks(blocks: Model) -> None:
     model, batch = blocks
     found = plimsoll.compare(model, batch, ["full", "memory-budget:0"], steps=1)
@@ -156,6 +163,7 @@ def test_torchs_memory_budgets_are_compared_with_plans_and_draw_other_masks(bloc
         plimsoll.compare(model, batch, ["memory-budget:2"])
 
 
+@pytest.mark.long
 def test_checkpointing_under_torch_compile_is_compared_with_plans(blocks: Model) -> None:
     model, batch = blocks
     forwards = [block.__dict__.get("forward") for block in model.transformer.h]
@@ -163,6 +171,7 @@ def test_checkpointing_under_torch_compile_is_compared_with_plans(blocks: Model)
     assert [block.__dict__.get("forward") for block in model.transformer.h] == forwards
 
 
+@pytest.mark.long
 def test_checkpointing_the_regions_of_a_model_compiled_as_a_whole_is_compared() -> None:
     model = _mixed(lambda model: model.compile(dynamic=False))
     _assert_saves(plimsoll.compare(model, torch.randn(512, 32), ["checkpoint"], loss=torch.sum, steps=1))
@@ -186,6 +195,7 @@ class Remembering(nn.Module):
         return self.down(self.up(x).relu()).sum()
 
 
+@pytest.mark.long
 def test_what_torch_cannot_compile_under_checkpointing_is_a_row_that_says_so() -> None:
     model = Remembering()
     model.compile(fullgraph=True)
@@ -195,6 +205,7 @@ def test_what_torch_cannot_compile_under_checkpointing_is_a_row_that_says_so() -
     assert refused.note.startswith("torch cannot compile it: ")
 
 
+@pytest.mark.long
 def test_the_peak_of_a_compiled_step_is_explained_as_its_kernels(blocks: Model, plan: Plan) -> None:
     model, batch = blocks
     unmanaged = plimsoll.plan(model, batch, strategy="none").predicted_peak_bytes
@@ -213,6 +224,7 @@ def test_the_peak_of_a_compiled_step_is_explained_as_its_kernels(blocks: Model, 
         plimsoll.explain(model, batch, "sqrt")
 
 
+@pytest.mark.long
 def test_advice_on_a_compiled_step_is_about_compiled_plans(blocks: Model) -> None:
     model, batch = blocks
     found = plimsoll.advise(model, batch, target="job.py:step")
@@ -221,6 +233,7 @@ def test_advice_on_a_compiled_step_is_about_compiled_plans(blocks: Model) -> Non
     assert "compiled already" in found.compiler.note
 
 
+@pytest.mark.long
 def test_a_compiled_plan_is_diagnosed_beside_the_default_partition(blocks: Model, plan: Plan) -> None:
     model, batch = blocks
     found = plimsoll.diagnose(model, batch, plan, steps=1)
@@ -285,6 +298,7 @@ def _mixed(mix: Any) -> nn.Sequential:
     return model
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mix", [_every_second, _a_part_of_each, _broken])
 def test_compiled_parts_and_eager_regions_share_one_plan(mix: Any) -> None:
     model, batch = _mixed(mix), torch.randn(512, 32)
@@ -332,6 +346,7 @@ def free(deep: nn.Module) -> Plan:
     return plimsoll.plan(deep, torch.randn(512, 32), strategy="none", loss=_squares)
 
 
+@pytest.mark.long
 def test_offloading_between_compiled_blocks_reaches_below_the_lowest_peak_of_recomputing(
     deep: nn.Module, free: Plan, tmp_path: Any
 ) -> None:
@@ -346,6 +361,7 @@ def test_offloading_between_compiled_blocks_reaches_below_the_lowest_peak_of_rec
     assert receipt.measured_peak_bytes == pytest.approx(plan.predicted_peak_bytes, rel=0.01)
 
 
+@pytest.mark.long
 def test_a_budget_is_attached_that_compiled_blocks_reach_by_offloading(deep: nn.Module, free: Plan) -> None:
     budget = free.floor_bytes - 100 * 1024
     handle = plimsoll.attach(deep, budget, allow="recompute,offload")
@@ -358,6 +374,7 @@ def test_a_budget_is_attached_that_compiled_blocks_reach_by_offloading(deep: nn.
     handle.remove()
 
 
+@pytest.mark.long
 def test_masks_of_dropout_are_compressed_between_compiled_blocks(blocks: Model) -> None:
     model, batch = blocks
     unmanaged = plimsoll.plan(model, batch, strategy="none").predicted_peak_bytes
@@ -371,6 +388,7 @@ def test_masks_of_dropout_are_compressed_between_compiled_blocks(blocks: Model) 
     assert receipt.measured_peak_bytes == plan.predicted_peak_bytes
 
 
+@pytest.mark.long
 def test_lossy_codecs_between_compiled_blocks_keep_to_their_error(deep: nn.Module, free: Plan) -> None:
     batch, budget = torch.randn(512, 32), int(0.85 * free.predicted_peak_bytes)
     plan = plimsoll.plan(deep, batch, budget, loss=_squares, allow="compress", max_error=0.01)
@@ -381,6 +399,7 @@ def test_lossy_codecs_between_compiled_blocks_keep_to_their_error(deep: nn.Modul
     assert receipt.measured_peak_bytes == plan.predicted_peak_bytes
 
 
+@pytest.mark.long
 def test_scores_of_a_compiled_softmax_stay_exact(blocks: Model) -> None:
     model, batch = blocks
     options = PlanOptions.read(allow="compress", max_error=0.01)
@@ -398,6 +417,7 @@ def test_scores_of_a_compiled_softmax_stay_exact(blocks: Model) -> None:
     assert "bf16" in {form.name for form in product.forms}
 
 
+@pytest.mark.long
 def test_inductor_orders_a_plan_where_that_keeps_to_the_budget() -> None:
     model, batch = _blocks(2), torch.randn(512, 32)
     free = plimsoll.plan(model, batch, strategy="none", loss=_squares)
@@ -409,6 +429,7 @@ def test_inductor_orders_a_plan_where_that_keeps_to_the_budget() -> None:
     assert receipt.measured_peak_bytes == plan.predicted_peak_bytes <= budget
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("share", [0.9, 1.1])
 def test_where_inductors_own_order_takes_too_much_a_plan_that_drops_more_is_held_against_that_of_the_graph(
     share: float, monkeypatch: pytest.MonkeyPatch
@@ -460,6 +481,7 @@ class Attending(nn.Module):
         return x + self.down(nn.functional.silu(self.up(self.norms[1](x))))
 
 
+@pytest.mark.long
 def test_sums_that_nothing_waits_for_do_not_hold_what_they_sum_up() -> None:
     torch.manual_seed(0)
     model, batch = nn.Sequential(*[Attending() for _ in range(2)]), torch.randn(4, 200, 48)
@@ -480,6 +502,7 @@ class Halved(Block):
         return x + self.down(y)
 
 
+@pytest.mark.long
 def test_a_region_of_two_graphs_is_planned_with_the_inputs_of_both() -> None:
     model, batch = nn.Sequential(Halved(), Halved()), torch.randn(256, 32)
     for block in model:
@@ -490,6 +513,7 @@ def test_a_region_of_two_graphs_is_planned_with_the_inputs_of_both() -> None:
     assert all(region.dropped for region in plan.regions)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("verb", ["apply", "attach"])
 def test_a_step_that_runs_out_of_memory_is_run_again_under_a_tighter_plan(verb: str) -> None:
     model, batch = _mixed(_every_second), torch.randn(512, 32)
@@ -543,6 +567,7 @@ def test_what_only_the_eager_engine_does_leaves_compiled_parts_alone() -> None:
     assert {region.name for region in plan.regions} == {"0", "2"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("is_whole", [False, True], ids=["blocks", "whole"])
 def test_attach_plans_for_every_shape_and_compiles_each_plan_once(is_whole: bool) -> None:
     torch.manual_seed(0)
@@ -631,6 +656,7 @@ def test_a_partitioner_of_the_whole_process_is_refused() -> None:
         plimsoll.plan(model, batch, "1GiB")
 
 
+@pytest.mark.long
 def test_a_missing_compiler_is_named(blocks: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     def missing() -> str:
         raise InvalidCxxCompiler
@@ -650,6 +676,7 @@ def test_a_graph_that_may_not_break_and_does_is_named() -> None:
         plimsoll.plan(model, torch.randn(4, 32), "1GiB", loss=torch.sum)
 
 
+@pytest.mark.long
 def test_a_compiler_that_is_switched_off_is_named(blocks: Model, plan: Plan) -> None:
     model, batch = blocks
     with torch.compiler.set_stance("force_eager"):
@@ -659,6 +686,7 @@ def test_a_compiler_that_is_switched_off_is_named(blocks: Model, plan: Plan) -> 
             model(**batch)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("limit", ["recompile_limit", "accumulated_recompile_limit"])
 def test_what_a_plan_compiles_is_not_run_uncompiled_past_the_recompile_limit(limit: str) -> None:
     compiled, found = CompileCall(dynamic=False).compile(), torch._dynamo.utils.counters["stats"]
@@ -686,6 +714,7 @@ def test_compile_without_options_means_the_same_everywhere() -> None:
     assert [(len(task.units), task.compile_options) for task in tasks] == [(1, {}), (1, {}), (0, None), (0, None)]
 
 
+@pytest.mark.long
 def test_a_plan_that_compiles_the_model_itself_is_one_for_the_model_that_the_user_compiles() -> None:
     model, batch = nn.Sequential(Block(), Block()), torch.randn(512, 32)
     plan = plimsoll.plan(model, batch, strategy="full", loss=_squares, compile={"dynamic": False})
@@ -693,6 +722,7 @@ def test_a_plan_that_compiles_the_model_itself_is_one_for_the_model_that_the_use
     assert plimsoll.verify(model, batch, plan, loss=_squares, steps=1).exit_code == 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("is_whole", [False, True])
 def test_torch_compile_around_a_compiled_plan_is_refused(is_whole: bool) -> None:
     model, batch = nn.Sequential(Block(), Block()) if is_whole else _blocks(2), torch.randn(512, 32)
@@ -709,6 +739,7 @@ def test_torch_compile_around_a_compiled_plan_is_refused(is_whole: bool) -> None
         _squares(torch.compile(each)(batch)).backward()
 
 
+@pytest.mark.long
 def test_threads_may_call_a_block_while_one_of_them_compiles_it() -> None:
     model, batch = _blocks(1), torch.randn(512, 32)
     plan = plimsoll.plan(model, batch, strategy="full", loss=_squares)
@@ -733,6 +764,7 @@ def test_compile_asks_for_torchs_own_keywords_on_a_plain_model() -> None:
         plimsoll.plan(model, batch, "1GiB", compile=True)
 
 
+@pytest.mark.long
 def test_a_plan_is_refused_where_other_parts_are_compiled(blocks: Model, plan: Plan) -> None:
     plain = zoo.build("gpt2")
     with pytest.raises(PlanMismatch, match="not compiled"):
@@ -742,6 +774,7 @@ def test_a_plan_is_refused_where_other_parts_are_compiled(blocks: Model, plan: P
         plimsoll.apply(plain, plan)
 
 
+@pytest.mark.long
 def test_a_graph_without_the_plans_values_is_named(blocks: Model, plan: Plan) -> None:
     model, batch = blocks
     renamed = [_renamed(region) for region in plan.regions]

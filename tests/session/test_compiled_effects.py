@@ -54,6 +54,7 @@ class Normalized(nn.Module):
         return y
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("is_whole", [False, True])
 @pytest.mark.parametrize("kind", ["before", "after", "spectral"])
 def test_what_is_computed_again_reads_buffers_as_forward_read_them(kind: str, is_whole: bool) -> None:
@@ -104,6 +105,7 @@ class Gated(nn.Module):
         return y
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", ["parameter", "buffer", "data"])
 def test_what_is_computed_again_reads_what_is_changed_between_forward_and_backward_as_it_was(how: str) -> None:
     torch.manual_seed(0)
@@ -139,6 +141,7 @@ class Choosing(nn.Module):
         return y
 
 
+@pytest.mark.long
 def test_where_torchs_default_partition_reads_a_changed_buffer_a_receipt_says_that_the_plan_is_right() -> None:
     torch.manual_seed(0)
     model, batch = nn.Sequential(*(Averaging(is_before=True) for _ in range(2))), torch.randn(512, 32)
@@ -201,6 +204,7 @@ class Masked(nn.Module):
         return y
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", [Rescaling, Looking])
 def test_what_only_backward_reads_and_what_views_show_is_read_as_it_was(kind: type[nn.Module]) -> None:
     torch.manual_seed(0)
@@ -238,6 +242,7 @@ class Noisy(nn.Module):
         return y
 
 
+@pytest.mark.long
 def test_a_custom_op_is_never_run_again() -> None:
     model, batch = nn.Sequential(Noisy(), Noisy()), torch.randn(512, 32)
     for block in model:
@@ -264,6 +269,7 @@ class Repeating(nn.Module):
         return x
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("share", [0.0, 0.5])
 def test_blocks_that_are_called_several_times_have_one_code_and_are_planned_so(share: float) -> None:
     torch.manual_seed(0)

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 import plimsoll
 import zoo
+from long_cases import some
 from plimsoll.analysis.verify.revising import Reviser, needs_confirmation
 from plimsoll.artifacts.base import to_json
 from plimsoll.artifacts.costs import CostSource
@@ -46,7 +47,7 @@ def elsewhere(step: Step, choose: Callable[..., tuple[Choice, ...]] = choose_ful
     return plan_without_search(step, choose, **{"device_profile": "laptop-CPU"} | how)
 
 
-@pytest.mark.parametrize("make", [llama, gpt2, vit, bert])
+@pytest.mark.parametrize("make", some([llama, gpt2, vit, bert], 2))
 def test_a_plan_made_with_fake_tensors_applies_on_the_real_cpu_unchanged(make: Callable[[], Step]):
     step = make()
     model, batch, loss = step

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import plimsoll
+from long_cases import some
 from plimsoll.errors import TracingFailed
 from plimsoll.units import MIB
 from steps import Stack, mean_square
@@ -70,14 +71,16 @@ def trained(budget: int | None, bad: tuple[int, ...], rows: Callable[[int], int]
 
 
 @pytest.mark.parametrize("bad", [(0,), (1,), (4,), (0, 1), (2, 4)])
-@pytest.mark.parametrize("rows", [lambda _: ROWS, lambda number: ROWS + 32 * number], ids=["one shape", "new shapes"])
+@pytest.mark.parametrize(
+    "rows", some([lambda _: ROWS, lambda number: ROWS + 32 * number], 1), ids=["one shape", "new shapes"]
+)
 def test_an_error_of_forward_leaves_random_states_and_statistics_as_without_a_budget(
     bad: tuple[int, ...], rows: Callable[[int], int]
 ):
     assert trained(ROOMY, bad, rows) == trained(None, bad, rows)
 
 
-@pytest.mark.parametrize("kind", [Skip, StopIteration, KeyError, torch.OutOfMemoryError])
+@pytest.mark.parametrize("kind", some([Skip, StopIteration, KeyError, torch.OutOfMemoryError], 2))
 def test_an_error_may_have_any_class(kind: type[Exception], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(Strict, "kind", kind)
     assert trained(ROOMY, (0, 3), lambda _: ROWS) == trained(None, (0, 3), lambda _: ROWS)
@@ -166,7 +169,7 @@ def in_formula(model: Any) -> None:
 
 @pytest.mark.parametrize(
     "checked",
-    [on_weight(dead), on_weight(not_finite), on_weight(singular), on_module, in_formula],
+    some([on_weight(dead), on_weight(not_finite), on_weight(singular), on_module, in_formula], 2),
     ids=["dead", "finite", "cholesky", "module hook", "formula"],
 )
 def test_hooks_and_formulas_that_check_values_are_traced_with_the_true_ones(

@@ -16,6 +16,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 import plimsoll
+from long_cases import some
 from metering import LiveStorages
 from plimsoll.errors import BudgetBelowFloor
 from plimsoll.session.situations import MeteredSituations, Situation
@@ -431,6 +432,7 @@ def loop_of(kind: str) -> Loop:
     return loop(lambda: model(4, WIDTH))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", INSIDE)
 def test_a_step_that_grows_without_a_larger_batch_is_named_under_an_applied_plan(kind: str):
     expected, found = Run(loop_of(kind)), Run(loop_of(kind), "apply", share=SHARES.get(kind, 0.5))
@@ -441,7 +443,7 @@ def test_a_step_that_grows_without_a_larger_batch_is_named_under_an_applied_plan
     assert len(named) <= 2  # a first estimate, and a measurement that is higher
 
 
-@pytest.mark.parametrize("kind", ["padding", "tokens", "samples", "loss", "retained", *REORDERED])
+@pytest.mark.parametrize("kind", some(["padding", "tokens", "samples", "loss", "retained", *REORDERED], 2))
 def test_a_step_that_grows_without_a_larger_batch_is_named_and_planned_for_under_attach(kind: str):
     expected, found = (
         Run(loop_of(kind)),
@@ -455,6 +457,7 @@ def test_a_step_that_grows_without_a_larger_batch_is_named_and_planned_for_under
     assert any("more than the budget" in text for _, text in found.said)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["padding", "samples"])
 def test_activations_that_grow_inside_a_batch_are_no_reason_to_name_a_floor_that_is_too_high(kind: str):
     run = Run(loop_of(kind), "attach", share=1.6)
@@ -462,6 +465,7 @@ def test_activations_that_grow_inside_a_batch_are_no_reason_to_name_a_floor_that
     assert not any("below the smallest reachable peak" in text for _, text in run.said)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("loop", [Rows, Columns, SomeRows])
 def test_what_a_view_of_a_larger_batch_holds_is_subtracted_before_the_step_runs(loop: type[Loop]):
     expected, found = Run(loop(lambda: Stack(4, WIDTH))), Run(loop(lambda: Stack(4, WIDTH)), "attach", share=0.7)
@@ -470,6 +474,7 @@ def test_what_a_view_of_a_larger_batch_holds_is_subtracted_before_the_step_runs(
     assert not found.said
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("loop", [NoisyCopies, NoisyInTurns, OtherFirstBlock, MoreQuantized])
 def test_copies_of_weights_that_a_call_runs_at_are_subtracted_before_the_step_runs(loop: type[Loop]):
     expected, found = Run(loop(lambda: Stack(4, WIDTH))), Run(loop(lambda: Stack(4, WIDTH)), "attach", share=0.7)
@@ -478,6 +483,7 @@ def test_copies_of_weights_that_a_call_runs_at_are_subtracted_before_the_step_ru
     assert not found.said
 
 
+@pytest.mark.long
 def test_copies_of_weights_in_the_first_call_are_planned_with():
     loop = NoisyFromTheStart(lambda: Stack(4, WIDTH))
     expected, found = Run(loop), Run(loop, "attach", share=1.3)
@@ -485,6 +491,7 @@ def test_copies_of_weights_in_the_first_call_are_planned_with():
     assert [number for number in found.over if number] == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("loop", [Rows, Columns, SomeRows])
 def test_a_view_of_a_larger_batch_is_named_under_an_applied_plan(loop: type[Loop]):
     found = Run(loop(lambda: Stack(4, WIDTH)), "apply", share=0.3)
@@ -494,6 +501,7 @@ def test_a_view_of_a_larger_batch_is_named_under_an_applied_plan(loop: type[Loop
     assert len(named) == 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("verb", ["apply", "attach"])
 @pytest.mark.parametrize("loop", [Updates, UpdatesAfterItsStep, BackwardOfAnother])
 def test_what_a_loop_takes_after_backward_is_named_once(loop: type[Loop], verb: str):
@@ -503,6 +511,7 @@ def test_what_a_loop_takes_after_backward_is_named_once(loop: type[Loop], verb: 
     assert ["after its last backward" in text for _, text in found.said] == [True]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("verb", ["apply", "attach"])
 def test_another_model_that_is_trained_in_turns_is_no_part_of_the_step(verb: str):
     found = Run(SecondModel(lambda: Stack(4, WIDTH)), verb, share=0.1)
@@ -510,6 +519,7 @@ def test_another_model_that_is_trained_in_turns_is_no_part_of_the_step(verb: str
     assert not found.said
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("verb", ["apply", "attach"])
 @pytest.mark.parametrize("loop", [Mines, MinesRarely, OtherLoss])
 def test_what_a_loop_takes_between_forward_and_backward_is_named(loop: type[Loop], verb: str):
@@ -521,6 +531,7 @@ def test_what_a_loop_takes_between_forward_and_backward_is_named(loop: type[Loop
         assert STEPS - 1 not in found.over or any("below the smallest reachable peak" in text for _, text in found.said)
 
 
+@pytest.mark.long
 def test_blocks_that_are_replaced_by_others_are_planned_for():
     found = Run(Replaces(lambda: Stack(4, WIDTH)), "attach", share=0.2)
     assert found.over
@@ -541,6 +552,7 @@ def test_samples_meet_every_position_of_a_loop_that_repeats(period: int):
     assert len(metered) <= 20 + 40 * period / 14
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("loop", [Averages, Perturbs, ChangesOptimizer])
 def test_what_a_loop_begins_to_hold_is_taken_off_before_the_next_step_runs(loop: type[Loop]):
     expected, found = Run(loop(lambda: Stack(4, WIDTH))), Run(loop(lambda: Stack(4, WIDTH)), "attach")
@@ -549,6 +561,7 @@ def test_what_a_loop_begins_to_hold_is_taken_off_before_the_next_step_runs(loop:
     assert not found.said
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("share", [4.0, 5.5])
 def test_no_overrun_is_named_that_did_not_happen(share: float):
     """The graph of the first gradients exists before the second forward, and goes in its backward."""
@@ -559,6 +572,7 @@ def test_no_overrun_is_named_that_did_not_happen(share: float):
     assert not found.said
 
 
+@pytest.mark.long
 def test_a_loop_that_learns_to_learn_is_not_refused_above_its_unmanaged_peak():
     loop = LearnsToLearn(lambda: Stack(3, WIDTH))
     unmanaged = max(Run(loop).peaks)
@@ -591,6 +605,7 @@ def with_lbfgs(budget: int | None) -> tuple[list[int], list[torch.Tensor]]:
     return live.peaks, [each.detach().clone() for each in model.parameters()]
 
 
+@pytest.mark.long
 def test_vectors_of_a_running_step_of_lbfgs_are_counted_once():
     """They are planned as the optimizer's state, also while they are local variables of its step."""
     _, expected = with_lbfgs(None)
@@ -603,6 +618,7 @@ def test_vectors_of_a_running_step_of_lbfgs_are_counted_once():
     assert 0.8 * budget < max(peaks) <= budget
 
 
+@pytest.mark.long
 def test_the_second_call_of_attach_holds_no_copies_of_buffers_over_the_budget():
     def make() -> nn.Module:
         return nn.Sequential(*(Biased(ROWS, WIDTH) for _ in range(4)))
@@ -612,6 +628,7 @@ def test_the_second_call_of_attach_holds_no_copies_of_buffers_over_the_budget():
     assert not found.said
 
 
+@pytest.mark.long
 def test_outputs_that_a_loop_collects_are_no_part_of_its_steps():
     class Collects(Loop):
         def loss(self, model: Any, number: int) -> torch.Tensor:
@@ -623,6 +640,7 @@ def test_outputs_that_a_loop_collects_are_no_part_of_its_steps():
     assert not found.said
 
 
+@pytest.mark.long
 def test_a_wrapper_around_a_managed_forward_stays_when_the_model_is_traced_again():
     class Wraps(Loop):
         def step(self, model: Any, optimizer: torch.optim.Optimizer, number: int) -> None:
@@ -655,6 +673,7 @@ def test_a_c_library_that_does_not_see_torchs_memory_is_not_read():
         allocated._heap_reader.cache_clear()
 
 
+@pytest.mark.long
 def test_a_model_that_cannot_be_measured_because_another_one_is_says_so():
     """On a CPU only one meter runs. The encoder's step lasts from its forward to its next one."""
     encoder, decoder = Stack(3, WIDTH), Stack(3, WIDTH)
@@ -691,6 +710,7 @@ def test_an_overrun_by_what_the_loop_holds_names_it():
     assert said
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["padding", "samples", "loss", "retained"])
 def test_an_overrun_in_every_step_that_no_plan_prevents_is_said_once(kind: str):
     found = Run(loop_of(kind), "attach", share=0.05)

@@ -13,6 +13,7 @@ from torch import nn
 
 import plimsoll
 import zoo
+from long_cases import some
 from metering import LiveStorages, loss_of
 from plimsoll.engine.offload.measure import _measured_once
 from plimsoll.session.training_step import TrainingStep
@@ -100,12 +101,13 @@ def check(make: Callable[[], nn.Module], batches: list[Callable[[], Batch]], bud
 CASES = [(kind, share) for kind in KINDS for share in (0.1, 0.5) if (kind, share) != ("blocks with buffers", 0.1)]
 
 
-@pytest.mark.parametrize(("kind", "share"), CASES)
+@pytest.mark.parametrize(("kind", "share"), some(CASES, 2))
 def test_no_call_exceeds_the_budget(kind: str, share: float):
     make, batch = KINDS[kind]
     check(make, [batch] * STEPS, budget_of(make, batch, share))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["blocks", "no padding"])
 def test_no_call_with_a_batch_of_a_new_shape_exceeds_it(kind: str):
     make, largest = KINDS[kind]
@@ -141,6 +143,7 @@ def test_plans_that_offload_follow_plans_that_do_not():
     assert all(map(torch.equal, expected, weights))
 
 
+@pytest.mark.long
 def test_a_trial_that_copies_buffers_over_the_budget_is_named(caplog: pytest.LogCaptureFixture):
     """Far from the floor no trial is needed, and close to it nothing but the copies exceeds the budget."""
     make, batch = KINDS["blocks with buffers"]
@@ -151,6 +154,7 @@ def test_a_trial_that_copies_buffers_over_the_budget_is_named(caplog: pytest.Log
     assert ["with copies in memory of the batch" in each.getMessage() for each in caplog.records] == [True]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("share", [1.05, 1.4])
 @pytest.mark.parametrize("keeps_loss", [False, True])
 def test_a_micro_batch_that_exceeds_the_budget_is_named(
@@ -205,6 +209,7 @@ def counting(blocks: int) -> torch.Tensor:
     return x
 
 
+@pytest.mark.long
 def test_a_trial_that_runs_more_blocks_than_the_traced_call_is_named(caplog: pytest.LogCaptureFixture):
     model = Skipping(6, WIDTH)
     plan = plimsoll.plan(model, counting(3), strategy="none", loss=mean_square_of)
@@ -217,6 +222,7 @@ def test_a_trial_that_runs_more_blocks_than_the_traced_call_is_named(caplog: pyt
     assert any("a plan for the budget was run once" in each.getMessage() for each in caplog.records)
 
 
+@pytest.mark.long
 def test_reading_the_graphs_of_compiled_blocks_holds_no_activations():
     model = Stack(8, WIDTH)
     for block in model.blocks:
@@ -227,6 +233,7 @@ def test_reading_the_graphs_of_compiled_blocks_holds_no_activations():
     assert in_capture(model, batch, saved_as_zeros(model)) < 0.5 * held
 
 
+@pytest.mark.long
 def test_the_call_in_which_a_compiled_model_is_planned_says_what_it_took(caplog: pytest.LogCaptureFixture):
     model = Stack(4, WIDTH)
     batch = rows()
@@ -239,6 +246,7 @@ def test_the_call_in_which_a_compiled_model_is_planned_says_what_it_took(caplog:
     assert ["to read the compiled graphs and to measure the step" in each for each in said] == [True]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("forwards", [2, 4])
 def test_several_forwards_before_the_first_backward_keep_to_the_budget_or_are_named(
     forwards: int, caplog: pytest.LogCaptureFixture

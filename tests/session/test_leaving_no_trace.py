@@ -16,6 +16,7 @@ from torch import nn
 
 import plimsoll
 from contracts.harness import Block, Stack, batch, differences, plain_step, train, weigh
+from long_cases import some
 from plimsoll.artifacts.receipt import ReceiptVerdict
 from plimsoll.errors import InvalidBatch, TracingFailed
 from plimsoll.tracing.recorder.untouched import RandomState
@@ -295,7 +296,7 @@ class Looking(Block):
         return super().forward(x) * self.table(words).sigmoid()
 
 
-@pytest.mark.parametrize("accumulates", [False, True])
+@pytest.mark.parametrize("accumulates", some([False, True], 1))
 @pytest.mark.parametrize(
     "options", [{"strategy": "full"}, {"budget": "10MiB"}, {"strategy": "int8", "allow": "compress", "max_error": 0.9}]
 )

@@ -13,6 +13,7 @@ from torch.nn.utils import parametrizations, parametrize, weight_norm
 import plimsoll
 from as_before import changed, differing, outline, stepped, structure
 from contracts.harness import Block, Stack, batch, plain_step, weigh
+from long_cases import some
 from plimsoll.artifacts.receipt import ReceiptVerdict
 from plimsoll.errors import BudgetBelowFloor
 from plimsoll.tracing.recorder.untouched import KeptState
@@ -148,18 +149,20 @@ def check(make, loss, work):
     assert changed(outline(plain), outline(model)) == []
 
 
-@pytest.mark.parametrize("name", PUT)
+@pytest.mark.parametrize("name", some(PUT, 4))
 def test_what_forward_registers_lazily_is_put_back_with_its_flag(name):
     check(lambda: (lazy(PUT[name]), batch(0)), weigh, plans)
 
 
 @pytest.mark.parametrize("work", [verifies, fails])
-@pytest.mark.parametrize("name", ["forward hook", "full backward hook", "hook of a parameter", "parametrization"])
+@pytest.mark.parametrize(
+    "name", some(["forward hook", "full backward hook", "hook of a parameter", "parametrization"], 1)
+)
 def test_whatever_runs_trial_steps_puts_lazily_registered_things_back(name, work):
     check(lambda: (lazy(PUT[name]), batch(0)), weigh, work)
 
 
-@pytest.mark.parametrize("work", WORK)
+@pytest.mark.parametrize("work", some(WORK, 2))
 def test_hooks_and_parametrizations_that_were_there_stay_in_their_order(work):
     check(lambda: (hooked(), batch(0)), weigh, work)
 
@@ -180,7 +183,7 @@ def check_attached(make, loss):
     assert changed(outline(plain), outline(model)) == []
 
 
-@pytest.mark.parametrize("name", PUT)
+@pytest.mark.parametrize("name", some(PUT, 4))
 def test_a_block_registers_lazily_in_its_first_managed_step(name):
     check_attached(lambda: (lazy(PUT[name]), batch(0)), weigh)
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import plimsoll
+from long_cases import some
 from plimsoll.artifacts.decision import Decision
 from plimsoll.artifacts.receipt import ReceiptVerdict
 from plimsoll.errors import BudgetBelowFloor, InvalidBudget, InvalidCodec, InvalidStrategy, PlimsollError, TracingFailed
@@ -134,7 +135,7 @@ def test_where_everything_fits_nothing_is_held_in_another_form(step: Step, whole
     assert any("everything fits without it" in note for note in plan.notes)
 
 
-@pytest.mark.parametrize("strategy", ["int8", "int4", "fp8", "offload", "hybrid:1,2"])
+@pytest.mark.parametrize("strategy", some(["int8", "int4", "fp8", "offload", "hybrid:1,2"], 2))
 def test_named_strategies_hold_values_in_their_form(strategy: str, step: Step):
     model, batch, loss = step
     plan = plimsoll.plan(model, batch, loss=loss, strategy=strategy)
@@ -172,6 +173,7 @@ def test_without_recomputation_nothing_is_recomputed(step: Step, budget: int):
     assert plimsoll.verify(model, batch, plan, loss=loss, steps=1).verdict.is_pass
 
 
+@pytest.mark.long
 def test_a_host_budget_is_kept_to():
     model, batch, loss = stack(ROWS)
     budget = between(plimsoll.plan(model, batch, loss=loss, strategy="none"))

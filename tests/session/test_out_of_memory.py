@@ -12,6 +12,7 @@ from benchmarks.out_of_memory import cases, told
 from torch.optim import optimizer as torch_optimizer
 
 import plimsoll
+from long_cases import some
 from metering import Device
 from plimsoll.errors import BudgetBelowFloor, InvalidModel
 from plimsoll.session import retry, step_snapshot
@@ -66,6 +67,7 @@ class Training:
         return [*made, *(parameter.detach() for parameter in self.model.parameters())], device
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("seed", "case"), [*enumerate(cases(2)), (5, cases(6)[-1])], ids=str)
 @pytest.mark.filterwarnings("ignore:plimsoll. a training step took")
 def test_a_step_that_fails_at_a_random_moment_has_the_bits_of_one_under_the_tighter_plan(seed: int, case: Any):
@@ -74,7 +76,7 @@ def test_a_step_that_fails_at_a_random_moment_has_the_bits_of_one_under_the_tigh
     assert is_right, row
 
 
-@pytest.mark.parametrize("verb", ["attach", "apply"])
+@pytest.mark.parametrize("verb", some(["attach", "apply"], 1))
 def test_training_goes_on_on_a_device_that_has_lost_half_of_its_memory(verb: str, caplog: pytest.LogCaptureFixture):
     plain, _ = Training().run()
     found, device = Training().run(verb, LIMIT)
@@ -83,7 +85,7 @@ def test_training_goes_on_on_a_device_that_has_lost_half_of_its_memory(verb: str
     assert all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in zip(plain, found, strict=True))
 
 
-@pytest.mark.parametrize("verb", ["attach", "apply"])
+@pytest.mark.parametrize("verb", some(["attach", "apply"], 1))
 def test_where_no_plan_fits_the_floor_is_named_and_everything_is_as_before_the_step(verb: str):
     training = Training()
     with training.managed(verb) as handle:
@@ -147,6 +149,7 @@ def test_attributes_of_modules_are_put_back_to_any_depth():
     assert tries[0] == tries[1]
 
 
+@pytest.mark.long
 def test_gradients_that_were_there_are_there_again():
     training = Training()
     with training.managed("attach") as handle:
@@ -189,6 +192,7 @@ def test_what_cannot_be_put_back_is_said_and_the_error_is_the_users(write: Any, 
     assert named in raised.value.__notes__[0]
 
 
+@pytest.mark.long
 def test_nothing_is_copied_without_step_and_other_errors_pass(monkeypatch: pytest.MonkeyPatch):
     training, copied = Training(), []
     monkeypatch.setattr(step_snapshot, "kept_copy", lambda tensor: copied.append(tensor) or tensor.clone())

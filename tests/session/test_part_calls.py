@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import plimsoll
+from long_cases import some
 from metering import LiveStorages
 from steps import Stack, mean_square
 
@@ -112,7 +113,7 @@ def applied(budget: int) -> Callable[[nn.Module], Any]:
     return lambda model: plimsoll.apply(model, plimsoll.plan(model, torch.randn(ROWS, WIDTH), budget, loss=mean_square))
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", some(WAYS, 1))
 def test_a_loop_that_stops_calling_the_model_keeps_to_its_budget_under_attach(way: Any):
     unmanaged = Run(changing_to(way))
     budget = int(0.6 * max(unmanaged.peaks))
@@ -129,7 +130,7 @@ def test_a_loop_that_stops_calling_the_model_keeps_to_its_budget_under_attach(wa
     assert not any(found.hooks)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", some(WAYS, 1))
 def test_a_step_that_calls_parts_of_the_model_is_named_under_an_applied_plan(way: Any):
     unmanaged = Run(changing_to(way))
     budget = int(0.6 * max(unmanaged.peaks))
@@ -145,6 +146,7 @@ def test_a_step_that_calls_parts_of_the_model_is_named_under_an_applied_plan(way
     assert not any(found.hooks)
 
 
+@pytest.mark.long
 def test_a_step_of_parts_that_no_plan_keeps_within_the_budget_is_named_with_its_reason():
     unmanaged = Run(changing_to(through_forward))
     budget = int(0.2 * max(unmanaged.peaks))
@@ -158,6 +160,7 @@ def test_a_step_of_parts_that_no_plan_keeps_within_the_budget_is_named_with_its_
     assert "call the model itself" in text
 
 
+@pytest.mark.long
 def test_a_second_backward_through_parts_in_each_step_keeps_to_the_budget():
     def step(model: Model, number: int) -> None:
         mean_square(model(torch.randn(ROWS // 4, WIDTH))).backward()
@@ -175,6 +178,7 @@ def test_a_second_backward_through_parts_in_each_step_keeps_to_the_budget():
     assert [number for number, text in found.said if "not Model itself" in text] in ([CHANGE], [CHANGE + 1])
 
 
+@pytest.mark.long
 def test_parts_that_prepare_a_batch_or_belong_to_the_loss_change_nothing():
     def alone(model: Model, number: int) -> None:
         mean_square(model(torch.randn(ROWS, WIDTH))).backward()

@@ -42,6 +42,7 @@ def train(model: nn.Module, plan: Plan, batch: Any, steps: int = 3) -> list[str]
     return said(run)
 
 
+@pytest.mark.long
 def test_a_gpus_plan_on_a_cpu_warns_of_the_device_and_then_of_its_names_once_each():
     model, batch = zoo.ALL["llama"]()
     plan = plimsoll.plan(model, batch, strategy="full", device_profile="H100-SXM")
@@ -53,6 +54,7 @@ def test_a_gpus_plan_on_a_cpu_warns_of_the_device_and_then_of_its_names_once_eac
     assert re.search(r"[0-9.]+ KiB under other names", second)
 
 
+@pytest.mark.long
 def test_a_plan_on_its_own_device_and_step_says_nothing():
     for name in ("llama", "gpt2", "vit", "t5"):
         model, batch = zoo.ALL[name]()

@@ -18,6 +18,7 @@ from torch import nn
 
 import plimsoll
 import zoo
+from long_cases import some
 from metering import LiveStorages
 from plimsoll.errors import BudgetBelowFloor
 from plimsoll.session.step_planner import StepPlanner
@@ -72,7 +73,7 @@ def _numbers(batch: dict[str, Any]) -> int:
     return sum(value.numel() for value in batch.values() if isinstance(value, torch.Tensor))
 
 
-@pytest.mark.parametrize("name", STREAMS)
+@pytest.mark.parametrize("name", some(STREAMS, 1))
 def test_every_step_of_random_sizes_keeps_to_the_budget_with_the_unmanaged_gradients(name: str):
     build, make, most_traces = STREAMS[name]
     draw = random.Random(3)
@@ -222,6 +223,7 @@ def _pages(sizes: Sequence[Sequence[tuple[int, int]]]) -> Iterator[Step]:
         yield [{"pictures": [torch.randn(1, 1, *size) for size in pages]}]
 
 
+@pytest.mark.long
 def test_a_list_whose_padding_is_larger_is_not_taken_for_a_known_one():
     """A broad picture beside a high one: fewer elements and no longer sides than before, but twice as much when padded."""
     alike = [[(32 + n % 3, 120 - n), (32, 110)] if n % 2 else [(120 - n, 32 + n % 3), (110, 32)] for n in range(8)]
@@ -237,6 +239,7 @@ def test_a_list_whose_padding_is_larger_is_not_taken_for_a_known_one():
     assert max(live.peaks) <= budget
 
 
+@pytest.mark.long
 def test_lists_of_ragged_pictures_and_boxes_are_traced_a_few_times_only():
     expected = _train(_detector(), _scenes(40))
     known = plimsoll.plan(_detector(), next(_scenes(1))[0], budget="1GiB")
@@ -286,6 +289,7 @@ def _resized(numbers: Iterable[int]) -> Iterator[Step]:
         yield [{"pictures": [torch.randn(1, 1, *side) for side in sides], "targets": [{"boxes": boxes}] * 2}]
 
 
+@pytest.mark.long
 def test_a_batch_that_several_stand_in_for_keeps_to_the_budget_whichever_it_is_like():
     """The largest without a plan takes least at its floor, so that its plan keeps more than others have room for."""
     torch.manual_seed(0)

@@ -104,10 +104,12 @@ def test_the_floor_falls_by_nearly_all_of_the_state(floors):
     assert floors[1] < 0.6 * floors[0]
 
 
+@pytest.mark.long
 def test_the_state_of_sgd_is_offloaded_as_well():
     assert refused(sgd, BOTH) < 0.75 * refused(sgd, ("recompute",))
 
 
+@pytest.mark.long
 def test_a_hundred_steps_under_the_plan_keep_the_budget_and_give_equal_bits(plan):
     model, plain = Model(), Model()
     optimizer, plain_optimizer = adamw(model.parameters()), adamw(plain.parameters())
@@ -206,6 +208,7 @@ def test_a_loop_with_closures_trains_equal_weights(plan):
     assert_same_training(model, optimizer, plain, plain_optimizer)
 
 
+@pytest.mark.long
 def test_an_attached_loop_whose_own_step_needs_more_offloads_more(floors):
     model, plain = Model(), Model()
     optimizer, plain_optimizer = sgd(model.parameters()), sgd(plain.parameters())
@@ -238,6 +241,7 @@ def test_a_plan_that_offloads_state_is_verified(plan):
     assert receipt.measured_peak_bytes <= plan.budget_bytes
 
 
+@pytest.mark.long
 def test_a_resumed_optimizer_has_its_state_counted_once(floors):
     model = Model()
     optimizer = adamw(model.parameters())

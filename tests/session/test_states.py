@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import plimsoll
+from long_cases import some
 from plimsoll.errors import BudgetBelowFloor
 from plimsoll.session import states
 from plimsoll.session.attachment import Attachment
@@ -265,7 +266,9 @@ SCENARIOS: dict[tuple[TrainingEvent, State], Callable[[], Any]] = {
 }
 
 
-@pytest.mark.parametrize("cell", SCENARIOS, ids=lambda cell: f"{cell[0].name} while {cell[1]}")
+@pytest.mark.parametrize(
+    "cell", some([pytest.param(cell) for cell in SCENARIOS], 3), ids=lambda cell: f"{cell[0].name} while {cell[1]}"
+)
 def test_a_real_training_goes_through_the_cell(cell: tuple[TrainingEvent, State]):
     walked: list[tuple[TrainingEvent, State, State]] = []
     react = Attachment._react

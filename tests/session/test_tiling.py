@@ -108,6 +108,7 @@ def test_a_budget_below_the_floor_without_tiles_is_kept_in_tiles(batch, budget, 
     assert not any(map(is_tiled, model.modules()))
 
 
+@pytest.mark.long
 def test_more_tiles_are_tried_if_those_chosen_were_measured_to_need_more(batch, monkeypatch):
     budget = named_floor(refused(Model(), batch, BOTH))
 
@@ -133,6 +134,7 @@ def test_dropout_in_tiles_is_planned_and_verified(batch, budget):
     assert receipt.measured_peak_bytes <= 1.5 * budget
 
 
+@pytest.mark.long
 def test_a_refusal_says_how_far_tiles_lower_the_floor_and_it_is_true(batch, without_tiles):
     within = refused(Model(), batch, BOTH)
 
@@ -214,6 +216,7 @@ def test_tile_without_recompute_is_refused(batch):
         plimsoll.plan(Model(), batch, budget="1MiB", loss=loss_of, allow=("tile",))
 
 
+@pytest.mark.long
 def test_a_device_that_is_not_here_is_planned_in_tiles(batch, budget):
     with torch.device("meta"):
         model = Model()

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import plimsoll
+from long_cases import some
 from metering import LiveStorages
 from plimsoll.errors import InvalidModel
 from plimsoll.session import step_planner
@@ -66,7 +67,7 @@ def train(turn: Turn, steps: int, budget: int | None = None) -> tuple[list[torch
 
 
 @pytest.mark.parametrize(
-    ("turn", "sets", "met_by"), [(halves, 2, 4), (block_by_block, 3, 6), (all_and_then_some, 2, 4)]
+    ("turn", "sets", "met_by"), some([(halves, 2, 4), (block_by_block, 3, 6), (all_and_then_some, 2, 4)], 1)
 )
 def test_a_set_of_trained_parameters_that_returns_is_not_traced_again(turn: Turn, sets: int, met_by: int):
     expected, _, unmanaged, _ = train(turn, 4 * met_by)
@@ -82,6 +83,7 @@ def test_a_set_of_trained_parameters_that_returns_is_not_traced_again(turn: Turn
     assert handle.state is State.RUNNING
 
 
+@pytest.mark.long
 def test_plans_of_a_set_are_forgotten_when_blocks_are_replaced():
     def turn(model: Any, number: int) -> None:
         if number == 8:

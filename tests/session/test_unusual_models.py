@@ -19,6 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.module_tracker import ModuleTracker
 
 import plimsoll
+from long_cases import some
 from plimsoll.artifacts.decision import Decision
 from plimsoll.artifacts.trace import Category, Phase
 from plimsoll.errors import BudgetBelowFloor, InvalidBatch, InvalidLoss, InvalidModel, TracingFailed
@@ -70,7 +71,7 @@ def trained(
     return losses
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.complex64, torch.complex128])
+@pytest.mark.parametrize("dtype", some([torch.float64, torch.complex64, torch.complex128], 1))
 def test_a_budget_is_kept_in_double_and_complex_precision(dtype: torch.dtype):
     model, batch = blocks(dtype=dtype), torch.randn(ROWS, WIDTH, dtype=dtype)
     plan = plimsoll.plan(model, batch, between(model, batch), loss=squares, allow="recompute,compress", max_error=0.01)
@@ -78,6 +79,7 @@ def test_a_budget_is_kept_in_double_and_complex_precision(dtype: torch.dtype):
     assert plimsoll.verify(model, batch, plan, loss=squares, steps=1).verdict.is_pass
 
 
+@pytest.mark.long
 def test_attach_trains_a_model_that_returns_complex_numbers():
     plain = blocks(dtype=torch.complex64)
     managed, batch = copy.deepcopy(plain), torch.randn(ROWS, WIDTH, dtype=torch.complex64)
@@ -128,7 +130,7 @@ def test_nested_tensors_are_refused_in_one_message_with_the_model_unchanged(
 
 
 @pytest.mark.parametrize("mode", [lambda: FlopCounterMode(display=False), ModuleTracker])
-@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("first", some([0, 1], 1))
 def test_counters_of_flops_and_modules_may_run_around_every_step(mode: Callable[[], Any], first: int):
     plain, batch = blocks(), torch.randn(ROWS, WIDTH)
     managed = copy.deepcopy(plain)
@@ -202,7 +204,7 @@ class OwnError(ValueError):
     pass
 
 
-@pytest.mark.parametrize("error", [OwnError("mine"), RuntimeError("mine"), KeyError("mine")], ids=type)
+@pytest.mark.parametrize("error", some([OwnError("mine"), RuntimeError("mine"), KeyError("mine")], 1), ids=type)
 def test_an_error_of_the_model_reaches_the_loop_as_it_is_and_the_budget_stays(error: Exception):
     model, batch = Raises(blocks()), torch.randn(ROWS, WIDTH)
     with plimsoll.attach(model, between(model, batch)) as attachment:
@@ -240,6 +242,7 @@ def shared_keys() -> tuple[nn.Module, dict[str, torch.Tensor]]:
     return transformers.Gemma3nForCausalLM(config).train(), {"input_ids": ids, "labels": ids}
 
 
+@pytest.mark.long
 def test_blocks_that_read_several_values_of_other_blocks_are_planned():
     model, batch = shared_keys()
     unmanaged = plimsoll.plan(model, batch, strategy="none")
@@ -261,6 +264,7 @@ def forgets_compiled_code() -> Iterator[None]:
     torch._dynamo.reset()
 
 
+@pytest.mark.long
 @needs_a_compiler
 @pytest.mark.usefixtures("forgets_compiled_code")
 @pytest.mark.parametrize("is_loose", [False, True])
@@ -318,6 +322,7 @@ def test_a_budget_that_is_attached_between_forward_and_backward_is_not_said_to_m
         assert attached.plan is not None
 
 
+@pytest.mark.long
 def test_a_budget_below_the_floor_is_refused_where_gradients_of_intermediates_are_retained():
     class Probed(nn.Module):
         def __init__(self) -> None:
@@ -381,7 +386,7 @@ class OfSettings(nn.Module):
         return scale * self.inner(x) + SETTINGS.scale * x
 
 
-@pytest.mark.parametrize("kind", [AttrDict, SlottedDict, Raising])
+@pytest.mark.parametrize("kind", some([AttrDict, SlottedDict, Raising], 1))
 @pytest.mark.parametrize("verb", ["apply", "attach", "verify"])
 def test_settings_that_raise_for_unknown_attributes_are_not_asked_for_any(kind: Callable[..., Any], verb: str):
     settings = kind(scale=0.5)
@@ -502,7 +507,7 @@ class OfGraphs(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
-@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr], ids=str)
+@pytest.mark.parametrize("layout", some([torch.sparse_coo, torch.sparse_csr], 1), ids=str)
 @pytest.mark.parametrize(
     "layer",
     [
@@ -600,7 +605,7 @@ def test_an_optimizer_may_train_more_than_the_model():
     assert losses[managed] == losses[plain]
 
 
-@pytest.mark.parametrize("how", ["pruned", "replaced"])
+@pytest.mark.parametrize("how", some(["pruned", "replaced"], 1))
 @pytest.mark.parametrize("is_named", [True, False], ids=["named", "found"])
 def test_parameters_that_leave_the_model_in_mid_run_do_not_end_the_training(how: str, is_named: bool):
     losses = []
@@ -639,7 +644,7 @@ def exchanged_by_assignment(model: nn.Module) -> None:
             setattr(module, name, nn.Parameter(each.detach() * 0.5, requires_grad=each.requires_grad))
 
 
-@pytest.mark.parametrize("exchange", [exchanged_by_loading, exchanged_by_assignment])
+@pytest.mark.parametrize("exchange", some([exchanged_by_loading, exchanged_by_assignment], 1))
 @pytest.mark.parametrize("verb", ["apply", "attach", "attach with room"])
 def test_parameters_that_are_exchanged_in_mid_run_are_freed(verb: str, exchange: Callable[[nn.Module], None]):
     model, batch = blocks(), torch.randn(ROWS, WIDTH)

@@ -60,6 +60,7 @@ def test_one_line_is_printed_once_a_step_under_the_plan_was_measured(no_logging,
     assert line.endswith(" of 4 blocks")
 
 
+@pytest.mark.long
 def test_planning_that_takes_seconds_is_announced_once_when_it_begins(no_logging, capsys, monkeypatch):
     monkeypatch.setattr(messages, "_QUIET_SECONDS", 0.0)
     handle = train(1)

@@ -11,6 +11,7 @@ from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._inductor.utils import get_first_incompatible_cudagraph_node
 from torch.utils.checkpoint import CheckpointPolicy
 
+from long_cases import some
 from plimsoll.artifacts.trace import Category, Phase
 from plimsoll.engine.compiled.partitioner import PlannedPartitioner
 from plimsoll.planning.solve import Planner, solve
@@ -170,7 +171,7 @@ def test_one_of_several_buffers_of_a_kernel_is_made_again_from_the_others():
     }
 
 
-@pytest.mark.parametrize("how", ["whole", "blocks"])
+@pytest.mark.parametrize("how", some(["whole", "blocks"], 1))
 def test_the_step_has_the_kernels_in_the_places_of_the_units_ops(how):
     _, _, eager, parts = caught(how)
     step = with_compiled(eager, parts, torch.device("cpu"))
@@ -261,6 +262,7 @@ class Attention(nn.Module):
         return x + nn.functional.dropout(self.out(y.transpose(1, 2).flatten(0, 1).flatten(1)), 0.1)
 
 
+@pytest.mark.long
 def test_what_is_computed_again_can_be_captured_in_a_cuda_graph():
     class Watched(PlannedPartitioner):
         def uuid(self):
@@ -300,6 +302,7 @@ class Nested(Block):
     forward = torch.compiler.nested_compile_region(Block.forward)
 
 
+@pytest.mark.long
 def test_nested_regions_are_decided_on_one_by_one():
     model, rows = nn.Sequential(*(Nested(WIDTH, 0.1, tanh_gelu) for _ in range(3))), torch.randn(ROWS, WIDTH)
     model.compile(dynamic=False)
@@ -313,7 +316,7 @@ def test_nested_regions_are_decided_on_one_by_one():
     assert torch._dynamo.variables.builder.is_invoke_subgraph is user_s  # whose own compilation has its regions
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("activation", [nn.functional.silu, tanh_gelu])  # both make their exponential, or tanh, twice
 def test_predicted_peaks_are_those_of_the_compiled_step(activation):
     units, step, eager, parts = caught("whole", 0.0, 128, 1024, activation)

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import zoo as shared_zoo
+from long_cases import some
 from plimsoll.artifacts.trace import Trace
 from plimsoll.errors import TracingFailed
 from plimsoll.tracing.trace import trace
@@ -48,7 +49,7 @@ def meta_trace(name: str) -> Trace:
     return meta
 
 
-@pytest.mark.parametrize("name", [*zoo.TRANSFORMERS, "clip", "convnext", "resnet", "conv net"])
+@pytest.mark.parametrize("name", some([*zoo.TRANSFORMERS, "clip", "convnext", "resnet", "conv net"], 1))
 def test_fake_trace_with_cpu_kernels_equals_the_real_one(name: str):
     real, fake = real_trace(name), fake_trace(name)
     assert [(op.cost_key, op.module, op.phase, op.region) for op in fake.ops] == [
@@ -67,7 +68,7 @@ def test_fake_trace_has_neither_seconds_nor_workspaces():
     assert not fake.workspaces
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "vit"])
+@pytest.mark.parametrize("name", some(["llama", "gpt2", "vit"], 1))
 def test_model_on_the_meta_device_is_traced_like_the_real_one(name: str):
     real, meta = real_trace(name), meta_trace(name)
     assert meta.is_fake
@@ -114,22 +115,25 @@ def attention_of(step: Trace) -> set[str]:
 
 @pytest.mark.parametrize(
     ("device", "dtype", "kernel"),
-    [
-        ("H100-SXM", torch.bfloat16, "cudnn"),
-        ("GH200-96GB", torch.bfloat16, "cudnn"),
-        ("B200", torch.bfloat16, "cudnn"),
-        ("A100-80GB", torch.bfloat16, "flash"),
-        ("RTX-5090", torch.bfloat16, "flash"),
-        ("MI300X", torch.bfloat16, "flash"),
-        ("H100-SXM", torch.float32, "efficient"),
-    ],
+    some(
+        [
+            ("H100-SXM", torch.bfloat16, "cudnn"),
+            ("GH200-96GB", torch.bfloat16, "cudnn"),
+            ("B200", torch.bfloat16, "cudnn"),
+            ("A100-80GB", torch.bfloat16, "flash"),
+            ("RTX-5090", torch.bfloat16, "flash"),
+            ("MI300X", torch.bfloat16, "flash"),
+            ("H100-SXM", torch.float32, "efficient"),
+        ],
+        2,
+    ),
 )
 def test_gpu_target_takes_the_attention_kernel_of_its_device_and_dtype(device: str, dtype: torch.dtype, kernel: str):
     model, batch = zoo.ALL["gpt2"]()
     assert attention_of(trace(model.to(dtype), batch, device_name=device)) == {kernel}
 
 
-@pytest.mark.parametrize("way", ["variable", "old", "deterministic", "switched off", "all switched off"])
+@pytest.mark.parametrize("way", some(["variable", "old", "deterministic", "switched off", "all switched off"], 1))
 def test_gpu_target_leaves_out_kernels_that_torch_leaves_out(way: str, monkeypatch: pytest.MonkeyPatch):
     model, batch = zoo.ALL["gpt2"]()
     with contextlib.ExitStack() as stack:
@@ -185,6 +189,7 @@ def test_values_of_another_head_size_take_the_efficient_kernel():
     assert all(spec.is_causal for spec in step.specs.values() if kernel in spec.name)
 
 
+@pytest.mark.long
 def test_gpu_target_with_a_mask_takes_a_kernel_that_has_masks():
     model, batch = zoo.bert()
     batch["attention_mask"][:, -4:] = 0

@@ -43,6 +43,7 @@ def language_model() -> Advice:
     return plimsoll.advise(model, batch, allow="recompute", optimizer=optimizer, regions=["model.layers.0"])
 
 
+@pytest.mark.long
 def test_a_captured_language_model_may_rely_on_the_compiler(language_model: Advice):
     compiler = language_model.compiler
     assert compiler.op_share > 0.98
@@ -77,6 +78,7 @@ def test_advice_is_text_and_a_file(language_model: Advice, tmp_path: Path):
     assert language_model.recommendation.headline in str(language_model)
 
 
+@pytest.mark.long
 def test_dropout_warns_of_the_compilers_own_recomputation_and_fails_written_out_attention():
     model, batch, _ = gpt2()
     model.transformer.h = model.transformer.h[:1]
@@ -87,6 +89,7 @@ def test_dropout_warns_of_the_compilers_own_recomputation_and_fails_written_out_
     assert [candidate.name for candidate in advice.candidates if candidate.is_chosen] == ["none"]
 
 
+@pytest.mark.long
 def test_a_vision_model_counts_examples_and_leaves_everything_as_it_was():
     model, batch, _ = vit()
     optimizer = torch.optim.AdamW(model.parameters())
@@ -120,6 +123,7 @@ def test_where_state_holds_the_memory_managing_activations_is_not_the_answer():
     assert advice.compiler.note == "it was not asked"
 
 
+@pytest.mark.long
 def test_where_the_logits_hold_the_peak_a_chunked_loss_is_the_answer():
     model, batch = zoo.build("llama", vocab_size=8192), zoo.words(tokens=64, vocabulary=8192)
     advice = plimsoll.advise(model, batch, compile_seconds=0)
@@ -132,6 +136,7 @@ def test_where_the_logits_hold_the_peak_a_chunked_loss_is_the_answer():
         assert format_bytes(step.measure_peak().peak_bytes) in chunked
 
 
+@pytest.mark.long
 def test_other_forms_are_planned_and_explained_where_they_are_allowed():
     model, batch, loss = stack(rows=512)
     free = plimsoll.advise(model, batch, loss=loss, allow="recompute", compile_seconds=0)
@@ -164,6 +169,7 @@ def test_a_device_that_is_not_here_is_planned_for_and_not_measured():
     assert checks(advice)["activations-by-layer"] is CheckOutcome.NOT_CHECKED
 
 
+@pytest.mark.long
 def test_a_receipt_of_this_step_is_taken_and_one_of_another_is_refused(tmp_path: Path):
     model, batch, loss = stack()
     plan = plan_without_search((model, batch, loss))

@@ -55,6 +55,7 @@ def ask(model: Stack) -> Capture:
     return ask_compiler(model, (torch.randn(4, 32),), {}, loss=mean_square)
 
 
+@pytest.mark.long
 def test_a_language_model_is_one_graph_with_all_of_its_backward():
     model, batch, _ = llama()
     model.model.layers = model.model.layers[:1]
@@ -77,6 +78,7 @@ def test_breaks_name_the_line_the_reason_and_what_lies_between_them_is_captured(
     capsys.readouterr()
 
 
+@pytest.mark.long
 def test_a_break_inside_of_a_called_function_is_named_with_that_function():
     model, batch, _ = gpt2()
     model.transformer.h = model.transformer.h[:1]

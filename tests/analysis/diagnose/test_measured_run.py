@@ -32,6 +32,7 @@ def item(estimated: Estimate, name: str) -> int:
     return next(each.bytes or 0 for each in estimated.tightest.items if each.name == name)
 
 
+@pytest.mark.long
 def test_a_run_that_is_as_estimated_lies_inside_every_bar(estimated: Estimate):
     stage = estimated.tightest
     workspaces = item(estimated, "cuBLAS workspaces")

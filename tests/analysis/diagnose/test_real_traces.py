@@ -13,6 +13,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import plimsoll
+from long_cases import some
 from plimsoll.analysis.diagnose.profiling import named_calls
 from plimsoll.artifacts.finding import Finding, OverheadCause, WorkPhase
 from plimsoll.errors import InvalidModel, PlanFileError, PlanMismatch, TracingFailed
@@ -44,7 +45,7 @@ def parts_add_up(finding: Finding) -> bool:
     return abs(sum(part.seconds for part in finding.parts) - finding.overhead_seconds) <= 1e-9
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", some(MODELS, 2))
 def test_every_op_is_attributed_and_the_parts_add_up(name: str, findings: Callable[[str], Finding]):
     finding = findings(name)
     for side in (finding.baseline, finding.plan):

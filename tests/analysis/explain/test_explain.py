@@ -81,6 +81,7 @@ def test_the_parts_of_a_peak_add_up_to_it_and_its_logits_are_one_of_them(explana
     assert parts["head and loss"] >= 2 * 160 * VOCABULARY * 4  # logits and their log-softmax
 
 
+@pytest.mark.long
 def test_a_watched_step_and_a_traced_one_have_the_same_parts():
     model, batch = llama(), tokens()
     advice = plimsoll.advise(model, batch, "1GiB", compile_seconds=0)
@@ -168,6 +169,7 @@ class Classifier(Rows):
         return nn.functional.cross_entropy(self.head(x), labels)
 
 
+@pytest.mark.long
 def test_changes_are_ones_that_can_be_made_and_not_what_is_done_already():
     batch = (torch.randn(8, 64, device="meta"), torch.zeros(8, dtype=torch.int64, device="meta"))
     model = Classifier().to("meta")

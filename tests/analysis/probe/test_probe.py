@@ -55,6 +55,7 @@ def int8_plan() -> plimsoll.Plan:
     return plimsoll.plan(tiny_llama(), texts()[0], strategy="int8")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("form", "ruling"),
     [

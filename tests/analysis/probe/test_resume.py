@@ -67,6 +67,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Verdict]:
     return run, probe(run)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("step", "turn"), [(8, 2), (15, 1)])
 def test_an_interrupted_probe_gives_the_bits_of_an_uninterrupted_one(
     step: int, turn: int, whole: tuple[Path, Verdict], tmp_path: Path
@@ -81,6 +82,7 @@ def test_an_interrupted_probe_gives_the_bits_of_an_uninterrupted_one(
         assert read_log(tmp_path, arm) == read_log(whole[0], arm)
 
 
+@pytest.mark.long
 def test_a_killed_process_loses_at_most_the_chunk_that_it_was_in(whole: tuple[Path, Verdict], tmp_path: Path):
     script = (
         "import sys; sys.path[:0] = sys.argv[3:]\n"

@@ -193,6 +193,7 @@ def test_identical_arms_stop_only_after_the_stated_number_of_steps():
         assert (findings and findings.ruling) == expected
 
 
+@pytest.mark.long
 def test_the_shift_rule_raises_no_more_false_alarms_than_stated_at_the_very_limit():
     """Norms of AR(1) noise around a change of exactly a tenth: to break the rule would be wrong, though only just."""
     random, trials = np.random.default_rng(0), 60

@@ -17,7 +17,10 @@ from plimsoll.artifacts.plan import Plan, RegionPlan
 from plimsoll.artifacts.receipt import Receipt, ReceiptVerdict
 from plimsoll.engine.compiled.partitioner import PlannedPartitioner
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler on a CPU")
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler on a CPU"),
+]
 
 
 class Gated(nn.Module):

@@ -14,6 +14,7 @@ from plimsoll.engine.codecs.layout import runs_kernels
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not HAS_TRITON, reason="needs triton")
 def test_kernels_do_what_the_torch_form_does():
     cases = str(Path(__file__).with_name("interpreted.py"))
@@ -23,6 +24,7 @@ def test_kernels_do_what_the_torch_form_does():
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]
 
 
+@pytest.mark.long
 def test_codecs_do_not_import_triton_before_it_is_needed():
     script = (
         "import sys, torch; before = set(sys.modules); from plimsoll.engine.codecs.registry import find_codec; "

@@ -192,6 +192,7 @@ def test_a_file_that_was_cut_short_or_changed_is_told(disk: DiskLink, damage, wh
     assert why in failure.value.why
 
 
+@pytest.mark.long
 def test_a_killed_process_leaves_nothing_behind(tmp_path: Path):
     script = """
         import sys, torch
@@ -211,6 +212,7 @@ def test_a_killed_process_leaves_nothing_behind(tmp_path: Path):
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.long
 def test_a_forked_child_is_refused_file_limits_fail_a_real_write_and_a_process_may_end_without_closing(
     printed: list[str],
 ):

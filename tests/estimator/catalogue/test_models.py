@@ -6,6 +6,7 @@ import math
 
 import pytest
 
+from long_cases import some
 from plimsoll.estimator.catalogue.models import known_models
 from plimsoll.estimator.targets.tracing import TraceRequest, target_facts, trace_target
 from plimsoll.estimator.trace_cache import TracedTarget
@@ -17,7 +18,7 @@ TRACED_ELSEWHERE = ("llama-tiny", "t5-tiny")
 """The first by the tests of the cache, the second's architecture by those of fake traces: a trace takes a second."""
 
 
-@pytest.fixture(scope="module", params=[name for name in TINY_NAMES if name not in TRACED_ELSEWHERE])
+@pytest.fixture(scope="module", params=some([name for name in TINY_NAMES if name not in TRACED_ELSEWHERE], 4))
 def traced(request: pytest.FixtureRequest) -> TracedTarget:
     return trace_target(TraceRequest(target=request.param, device_name="H100-SXM"))
 

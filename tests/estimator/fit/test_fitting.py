@@ -32,6 +32,7 @@ def elsewhere() -> Fit:
     return fit_elsewhere(optimizer=torch.optim.AdamW, most_solves=4)
 
 
+@pytest.mark.long
 def test_a_device_that_is_not_here_gets_the_largest_throughput_within_the_budget(elsewhere: Fit):
     best, unmanaged = elsewhere.best_point, elsewhere.best_unmanaged
     assert best.predicted_peak_bytes <= elsewhere.budget_bytes
@@ -81,6 +82,7 @@ def test_a_fit_comes_back_from_json_and_is_shown(elsewhere: Fit):
     render_artifact(elsewhere)
 
 
+@pytest.mark.long
 def test_on_the_device_itself_the_best_plan_is_run_and_nothing_is_left_behind():
     model, batch, loss = stack(rows=47)
     with unchanged(model):
@@ -110,6 +112,7 @@ def test_with_a_global_batch_micro_batches_divide_it():
     assert all(point.micro_batch * point.accumulation == 6 for point in found.points)
 
 
+@pytest.mark.long
 def test_where_nothing_fits_single_changes_say_what_would():
     found = fit_elsewhere("100KiB", global_batch=2)
     assert found.best is None
@@ -177,6 +180,7 @@ def test_a_batch_without_examples_is_refused(batch: torch.Tensor, message: str):
         MicroBatches(batch, None)
 
 
+@pytest.mark.long
 def test_layouts_are_searched_with_batch_and_plan_and_the_faster_sequence_is_taken():
     how = {"layout": "ranks=2,tp=1", "global_batch": 4, "device_profile": "H100-SXM"}
     found = plimsoll.fit("llama-tiny", 1, "auto", sequences=(64, 128), **how)

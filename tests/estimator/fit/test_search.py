@@ -61,6 +61,7 @@ def run(formula: Formula, **space) -> Search:
     return search
 
 
+@pytest.mark.long
 @settings(deadline=None, max_examples=60)
 @given(
     fixed=st.floats(0.01, 30.0),

@@ -55,6 +55,7 @@ def test_experts_in_fused_kernels_train_and_are_put_back(moe: str, ep: int):
     assert not any("forward" in vars(module) for module in target.model.modules())
 
 
+@pytest.mark.long
 def test_fused_kernels_save_rows_and_products_and_a_map_alone():
     fields = find_recipe("mixtral-tiny").fields
     rows, experts = TOKENS * fields["num_experts_per_tok"], fields["num_local_experts"]
@@ -116,6 +117,7 @@ def test_buffers_of_deepep_are_those_that_it_asks_for():
         assert found == pytest.approx(expected, rel=0.001)
 
 
+@pytest.mark.long
 def test_fused_kernels_hold_less_and_deepep_has_buffers_of_its_own():
     ask = {"batch": 4, "sequence": 1024, "precision": "bf16", "layout": "dp=4,ep=4", "device": "H100-SXM"}
     own, fused, deepep = (

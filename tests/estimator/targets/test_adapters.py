@@ -10,6 +10,7 @@ from torch import nn
 
 import plimsoll
 import zoo
+from long_cases import some
 from metering import simulated_transient_peak, transient_peak
 from plimsoll.artifacts.job import Techniques
 from plimsoll.errors import InvalidLayout, InvalidOption
@@ -48,11 +49,14 @@ def quantized(model: nn.Module) -> nn.Module:
 
 @pytest.mark.parametrize(
     ("how", "targets"),
-    [
-        (Techniques(lora=4), "all-linear"),
-        (Techniques(lora=8, lora_on="qv"), ["q_proj", "v_proj"]),
-        (Techniques(qlora=4), "all-linear"),
-    ],
+    some(
+        [
+            (Techniques(lora=4), "all-linear"),
+            (Techniques(lora=8, lora_on="qv"), ["q_proj", "v_proj"]),
+            (Techniques(qlora=4), "all-linear"),
+        ],
+        1,
+    ),
     ids=str,
 )
 @pytest.mark.filterwarnings("ignore")
@@ -96,6 +100,7 @@ def estimated(**how: Any) -> dict[str, int]:
     return {item.name: item.bytes or 0 for item in found.stages[0].items}
 
 
+@pytest.mark.long
 def test_an_estimate_counts_what_is_trained_and_what_is_frozen():
     whole, low_rank, four_bits = (estimated(techniques=text) for text in ("", "lora=8", "qlora=8"))
     assert low_rank["optimizer state"] < 0.1 * whole["optimizer state"]

@@ -172,6 +172,7 @@ def test_a_meter_whose_profiler_was_ended_by_another_says_that_nothing_was_measu
     assert "other code ended it" in raised.value.why
 
 
+@pytest.mark.long
 def test_an_error_while_memory_is_measured_ends_the_process_as_without_a_meter():
     code = "import plimsoll.tracing.meters.memory as m; m.PeakMeter('cpu').__enter__(); raise SystemExit(7)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 7
@@ -200,6 +201,7 @@ assert level.value == before, level.value
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="the name of torch's library differs")
 def test_torchs_allocator_writes_nothing_about_older_memory_while_a_meter_runs():
     environment = {name: value for name, value in os.environ.items() if name != "TORCH_CPP_LOG_LEVEL"}
@@ -207,6 +209,7 @@ def test_torchs_allocator_writes_nothing_about_older_memory_while_a_meter_runs()
     assert (with_meter.returncode, with_meter.stderr) == (0, "")
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="the name of torch's library differs")
 def test_a_log_level_that_the_user_has_set_stays_in_force():
     environment = {**os.environ, "TORCH_CPP_LOG_LEVEL": "WARNING"}

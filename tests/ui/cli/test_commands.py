@@ -15,6 +15,7 @@ from plimsoll.artifacts.store import load_any
 from samples import make_mismatch, make_plan, make_receipt
 
 
+@pytest.mark.long
 def test_plan_passes_its_options_on(run, verbs: FakeVerbs):
     options = "--budget 64MiB --strategy full --regions a.* --regions b.* --optimizer sgd"
     assert "OPTIMAL" in run("plan", "targets:linear", *options.split()).out

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from long_cases import some
 from plimsoll.planning.costing import host
 from plimsoll.ui.cli import early
 from plimsoll.ui.cli.flags import in_flags
@@ -86,12 +87,15 @@ def test_a_machine_of_unknown_memory_refuses_nothing(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize(
     ("override", "is_refused"),
-    [
-        ("nolayer.*=keep", True),
-        ("model.layers.9.*=keep", True),
-        ("layers.*.mlp::silu=keep", False),
-        ("*::silu=keep", False),
-    ],
+    some(
+        [
+            ("nolayer.*=keep", True),
+            ("model.layers.9.*=keep", True),
+            ("layers.*.mlp::silu=keep", False),
+            ("*::silu=keep", False),
+        ],
+        2,
+    ),
 )
 def test_overrides_of_unknown_modules_are_refused_before_the_trace(
     override: str, is_refused: bool, run: Callable[..., Any]
@@ -124,7 +128,9 @@ def test_other_steps_are_not_announced(how: dict[str, Any]):
 
 @pytest.mark.parametrize(
     "words",
-    ["plan llama-tiny --budget 1MiB", "plan llama-tiny --device H100", "fit llama-tiny -b 1GiB --layout ranks=2"],
+    some(
+        ["plan llama-tiny --budget 1MiB", "plan llama-tiny --device H100", "fit llama-tiny -b 1GiB --layout ranks=2"], 1
+    ),
 )
 def test_refusals_import_neither_torch_nor_scipy(words: str, tmp_path: Path):
     code = "import sys; from plimsoll.__main__ import main\ntry: main()\nexcept SystemExit: pass\n"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from plimsoll.artifacts.store import load_plan
 
 TINY = ["estimate", "llama-tiny", "--batch", "1", "--seq", "256", "--device", "H100"]
@@ -66,6 +68,7 @@ def test_three_figures_stand_for_any_gpu(run):
     assert "were both given" in run(*TINY, *card, code=2).err
 
 
+@pytest.mark.long
 def test_fit_takes_precision_strategy_and_every_optimizer_of_an_estimate(run):
     sizes = ["fit", "llama-tiny", "--budget", "auto", "--device-profile", "RTX-4070", "--global-batch", "2"]
     how = ["--seq", "64", "--precision", "bf16-mixed", "--strategy", "full", "--optimizer", "lion"]

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from analysis.diagnose.builders import recomputing_traces
+from long_cases import some
 from plimsoll.artifacts.base import to_json
 from plimsoll.artifacts.store import load_plan
 from samples import make_plan
@@ -142,7 +143,7 @@ def refused(run: Any, command: str) -> None:
     assert "\x1b" not in result.err
 
 
-@pytest.mark.parametrize("kind", BROKEN)
+@pytest.mark.parametrize("kind", some(BROKEN, 16))
 def test_a_broken_plan_is_refused_by_every_command_that_reads_one(kind: str, run, tmp_path: Path):
     write(tmp_path / "plan.json", BROKEN[kind])
     before = (tmp_path / "plan.json").read_bytes()
@@ -263,7 +264,7 @@ def test_a_target_that_ends_the_process_is_an_error(run, tmp_path: Path):
     assert "sys.exit(0)" in run("plan", "leaving:step", code=2).err
 
 
-@pytest.mark.parametrize(("place", "encoding"), [("/dev/full", "utf-8"), ("/dev/null", "ascii")])
+@pytest.mark.parametrize(("place", "encoding"), some([("/dev/full", "utf-8"), ("/dev/null", "ascii")], 1))
 def test_a_full_or_narrow_stdout_gives_no_traceback(place: str, encoding: str, tmp_path: Path):
     make_plan(model="Nèt").save(tmp_path / "plan.json")
     with open(place, "wb") as stdout:
@@ -275,7 +276,7 @@ def test_a_full_or_narrow_stdout_gives_no_traceback(place: str, encoding: str, t
     assert ("No space left" in ended.stderr) == (place == "/dev/full")
 
 
-@pytest.mark.parametrize("form", ["--explain", "--json"])
+@pytest.mark.parametrize("form", some(["--explain", "--json"], 1))
 def test_a_reader_that_has_seen_enough_is_no_error(form: str, tmp_path: Path):
     make_plan().save(tmp_path / "plan.json")
     command = [sys.executable, "-m", "plimsoll", "show", str(tmp_path / "plan.json"), form]

@@ -59,6 +59,7 @@ def test_what_a_job_cannot_be_asked_is_refused(words: str, run: Callable[..., An
     assert REFUSED[words] in " ".join((ran.err + ran.out).split())
 
 
+@pytest.mark.long
 def test_several_devices_are_one_table_and_a_file_each(run: Callable[..., Any]):
     pytest.importorskip("transformers")
     shown = run(*TINY, "--device", "H100,laptop-CPU", "--tokens", "1B", "--price", "2.5", "-o", "job.json").words
@@ -86,6 +87,7 @@ def test_an_estimate_without_tokens_has_no_price():
     assert estimate.device_hours is estimate.price is None
 
 
+@pytest.mark.long
 def test_what_fits_is_printed_as_commands_that_run(run: Callable[..., Any]):
     pytest.importorskip("transformers")
     small = ("estimate", "llama-tiny", "--device", "H100", "--batch", "1024", "--seq", "1k")

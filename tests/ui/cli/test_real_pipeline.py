@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from long_cases import some
+
 
 def test_plan_show_verify_and_compare_agree(run):
     planned = run("plan", "steps:stack", "-b", "515KiB", "-o", "plan.json").out
@@ -25,7 +27,7 @@ def test_plan_show_verify_and_compare_agree(run):
     assert f"{run('show', 'comparison.json').out}\nsaved to comparison.json\n" == compared
 
 
-@pytest.mark.parametrize(("command", "kind"), [("plan", "plan"), ("verify -s full --steps 1", "receipt")])
+@pytest.mark.parametrize(("command", "kind"), some([("plan", "plan"), ("verify -s full --steps 1", "receipt")], 1))
 def test_every_command_speaks_json(command: str, kind: str, run):
     assert run(*command.split(), "steps:stack", "--json").json["plimsoll"] == kind
 
@@ -46,7 +48,7 @@ def test_a_plan_made_with_an_optimizer_is_verified_with_its_state_counted(run):
 STRATEGIES = ["none", "every:2", "sqrt", "input-only", "selective:mlp", "selective:addmm"]
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", some(STRATEGIES, 2))
 def test_every_strategy_is_planned(strategy: str, run):
     assert f"Plan {strategy!r}" in run("plan", "steps:stack", "-s", strategy, "--explain").out
 
@@ -57,6 +59,7 @@ def test_a_plan_for_another_step_is_refused(run):
     run("verify", "steps:conv_net", "-p", "plan.json", code=2)
 
 
+@pytest.mark.long
 def test_a_device_that_is_not_here_is_planned_for(run):
     pytest.importorskip("transformers")
     shown = run("plan", "llama-tiny", "--seq", "64", "--device-profile", "H100-SXM", "-b", "auto").out

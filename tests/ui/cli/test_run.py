@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from long_cases import some
+
 SCRIPT = """
 import sys, torch
 from torch import nn
@@ -32,6 +34,7 @@ def start(
     return subprocess.run(command, capture_output=True, text=True, cwd=folder, env={**known, **environment})
 
 
+@pytest.mark.long
 def test_a_script_trains_under_the_budget_as_without_it_and_gets_its_own_arguments(tmp_path: Path):
     plain = start(tmp_path, "train.py", "--lr", "3", module="")
     run = start(tmp_path, "train.py", "--budget", "2.2MiB", "--lr", "3")
@@ -40,6 +43,7 @@ def test_a_script_trains_under_the_budget_as_without_it_and_gets_its_own_argumen
     assert "plimsoll: budget 2.2 MiB · peak " in run.stderr
 
 
+@pytest.mark.long
 def test_the_environment_variable_counts_only_for_plimsoll_run(tmp_path: Path):
     run = start(tmp_path, "-m", "train", PLIMSOLL_BUDGET="100KiB")
     assert run.returncode == 3
@@ -51,11 +55,14 @@ def test_the_environment_variable_counts_only_for_plimsoll_run(tmp_path: Path):
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
-    [
-        (("train.py",), "plimsoll run needs a budget"),
-        (("train.py", "--budget", "3G"), "InvalidBudget"),
-        (("missing.py", "--budget", "1GiB"), "The file missing.py does not exist"),
-    ],
+    some(
+        [
+            (("train.py",), "plimsoll run needs a budget"),
+            (("train.py", "--budget", "3G"), "InvalidBudget"),
+            (("missing.py", "--budget", "1GiB"), "The file missing.py does not exist"),
+        ],
+        2,
+    ),
 )
 def test_what_cannot_run_is_refused_before_the_script_begins(tmp_path: Path, arguments: tuple[str, ...], words: str):
     run = start(tmp_path, *arguments)
@@ -64,6 +71,7 @@ def test_what_cannot_run_is_refused_before_the_script_begins(tmp_path: Path, arg
     assert run.stdout == ""
 
 
+@pytest.mark.long
 def test_a_script_that_trains_nothing_is_told_so(tmp_path: Path):
     (tmp_path / "other.py").write_text("print('no model')")
     run = start(tmp_path, "other.py", "--budget", "1GiB")

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 import wrong_inputs
+from long_cases import some
 
 pytest.importorskip("transformers")
 
@@ -20,7 +21,7 @@ def test_there_are_more_than_three_hundred():
     assert len(COMMANDS) + len(CALLS) > 300
 
 
-@pytest.mark.parametrize("words", COMMANDS[::EVERY], ids=lambda words: " ".join(words)[:60])
+@pytest.mark.parametrize("words", some(COMMANDS[::EVERY], 60), ids=lambda words: " ".join(words)[:60])
 def test_a_wrong_word_is_refused_and_leaves_every_file_as_it_was(words: list[str], run: object, tmp_path: Path):
     wrong_inputs.prepare(tmp_path)
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
