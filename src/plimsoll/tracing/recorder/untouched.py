@@ -172,6 +172,8 @@ class KeptState:
         self._tables = [vars(module) for module in (*own, *hidden)]
         self._contents = KeptValues([*values.values(), *own, *hidden])
         parameters = [each for module in hidden for each in module._parameters.values() if each is not None]
+        # A hand-written backward may add to the gradients of tensors that are attributes and not parameters.
+        parameters += [each for key, each in values.items() if key not in trained and _is_trained(each)]
         self._gradients = [(parameter, gradient_of(parameter)) for parameter in parameters]
         weights = set().union(*(_memory_of(each) for each in model.parameters() if is_plain(each)))
         buffers = [each for module in (*own, *hidden) for each in module._buffers.values() if each is not None]
@@ -283,6 +285,10 @@ def returned_tensors(output: Any) -> list[torch.Tensor]:
         return tensors
     values = with_contents(tree_leaves(output), attributes_as_well=True).values()
     return [value for value in values if isinstance(value, torch.Tensor)]
+
+
+def _is_trained(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_leaf and value.requires_grad
 
 
 def _is_kept(value: Any) -> TypeGuard[torch.Tensor]:
