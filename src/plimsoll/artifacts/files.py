@@ -115,10 +115,9 @@ def _too_large(most_bytes: int) -> FileRefused:
 
 
 def _wait_and_read(file: io.FileIO) -> bytes:
-    """Return the next bytes of a pipe, or an empty result after the writer has closed the pipe.
+    """Wait for the next bytes of a pipe and return them. Return ``b""`` after the writer has closed the pipe.
 
-    The first read does not block: it returns nothing if no process has the pipe open for writing, and ``None`` if a writer
-    has not sent anything yet. Bytes that were read are never dropped, whenever the writer arrives.
+    ``file`` must be open in non-blocking mode.
 
     Raises:
         FileRefused: no process opens the pipe for writing within 1.5 s, or the writer sends nothing for 60 s.
@@ -126,6 +125,7 @@ def _wait_and_read(file: io.FileIO) -> bytes:
     waiting = select.poll()
     waiting.register(file.fileno(), select.POLLIN)
     is_told = waiting.poll(int(_PATIENCE_SECONDS * 1000))
+    # b"" means that no process has the pipe open for writing, and None that the writer has not sent anything yet.
     piece: bytes | None = file.read(_PIECE)
     if piece is None:
         waiting.poll(int(_MOST_PATIENCE_SECONDS * 1000))

@@ -28,7 +28,10 @@ class Listener(Protocol):
 
 
 class LargerCalls:
-    """Passes what regions have noticed on to the listener of the model, if there is a listener."""
+    """Reports calls of regions with larger inputs than before, or in another order, to a function (the listener).
+
+    `plimsoll.session` sets the listener to measure such steps. Without a listener nothing is reported.
+    """
 
     def __init__(self) -> None:
         self.listener: Listener | None = None

@@ -49,12 +49,12 @@ def may_stand(number: Any, kind: Any, *, is_positive: bool) -> bool:
 
 
 class Derivation:
-    """All ways to derive one number of a recipe from the numbers among a call's arguments. A way counts if it holds in all
-    recordings.
+    """How one number in a recipe (the recorded operations that rebuild a tensor) follows from the numbers that Python code has
+    passed to torch in the same call, such as ``1 - p`` from dropout's ``p``.
 
-    Two of these numbers may be related in all recordings (a share, and one minus this share), but not in a later call. The
-    recordings do not show which of the two an operation got. So a later call is served only if all ways lead to the same
-    number.
+    All ways that hold in every recorded call are kept. Two numbers may be related in the recorded calls (``p`` and ``1 - p``
+    are both passed to torch) but not in a later one, and it is unknown which of the two the operation depends on. So the
+    recipe is used for a later call only if all ways give the same number there.
     """
 
     def __init__(self, values: tuple[Number, ...], given: Mapping[int, tuple[Number, ...]]) -> None:

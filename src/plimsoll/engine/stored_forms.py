@@ -158,7 +158,11 @@ class Packer:
         self._link, self._link_form = link, link_form
 
     def codec(self, form: str) -> Codec | None:
-        """Return the codec that has this name, or ``None`` if ``form`` is the name of the link."""
+        """Return the codec with this name, or ``None`` if ``form`` means offloading.
+
+        A plan names for each tensor the form in which it is held: a codec, which compresses it, or the link (``disk`` or
+        ``host``), over which it is offloaded as it is.
+        """
         return None if self._link is not None and form == self._link_form else find_codec(form)
 
     def keeps_sign_only(self, form: str) -> bool:

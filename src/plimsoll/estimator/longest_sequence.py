@@ -467,7 +467,10 @@ def _find_rows(steps: _Steps, setting: Setting, progress: Progress) -> tuple[lis
 
 
 def _with_level(setting: Setting, level: _Level) -> Setting | None:
-    """Return the setting with the techniques of a level added to the user's, or ``None`` if the user has chosen a loss."""
+    """Return the user's setting with what one row of the table allows in addition (offloading, a loss in chunks).
+
+    Return ``None`` if the row computes the loss in chunks but the user has already chosen how it is computed (``loss=``).
+    """
     how = setting.how
     if level.is_chunked and how.loss:
         return None

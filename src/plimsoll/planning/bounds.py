@@ -171,9 +171,10 @@ class LowerBound:
                 )
 
     def _add_limits(self, rows: _Rows) -> None:
-        """Add the rows 7 of the module's legend to the linear program.
+        """Add two constraints to the linear program, if the user has set these limits (row 7 of the module's legend).
 
-        They limit the error and the sent bytes of all regions together.
+        One bounds the squared error that lossy codecs cause in all regions together. The other bounds the bytes that all
+        regions together offload to host memory.
         """
         count = len(self.regions)
         if 0 < self.limits.squared_error < math.inf:

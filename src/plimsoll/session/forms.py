@@ -375,8 +375,10 @@ def _is_statistic(graph: RegionGraph, name: str) -> bool:
 
 
 def _worthwhile(forms: Sequence[Form], wished: Collection[str]) -> list[Form]:
-    """Leave out forms that another form beats in bytes, in seconds and in noise. Return the rest, together with the forms that
-    the user named (``wished``).
+    """Return the forms (codecs or the link, in which one tensor can be held) that are worth offering to the planner.
+
+    A form is left out if another one takes no more bytes, no more seconds and no larger error, and is better in one of them.
+    Forms that the user has named (``wished``) always stay.
     """
 
     def beats(one: Form, other: Form) -> bool:

@@ -100,7 +100,11 @@ class Situation(NamedTuple):
 
 
 def planned_situation(signature: str, in_flight: int) -> Situation:
-    """Read the situation that a plan was made for from the signature of the plan's step, and return it."""
+    """Return the situation (shapes of the batch, existing gradients, waiting forwards) of the step that a plan was made for.
+
+    ``signature`` is the text in a plan that describes this step. ``in_flight`` is the number of forwards that wait for one
+    backward.
+    """
     found = _TENSOR.findall(signature)
     shapes = tuple((kind, tuple(int(size) for size in sizes.split("x") if size)) for kind, sizes in found)
     shapes += tuple((part, ()) for part in signature.split("; ") if part.startswith(AUTOCAST))
@@ -127,8 +131,10 @@ class MeteredSituations:
         """Whether the last metered step had a known shape and a forward that ran more than in all metered steps before."""
 
     def expect(self) -> None:
-        """Meter the next step of each kind of micro-batch, even in known situations. It is called when a plan is applied that
-        has not run before.
+        """See to it that the memory of the next steps is measured, even if steps like them were measured under other plans.
+
+        Called when a plan is applied that has not run before. Micro-batches that begin without gradients, that begin with
+        gradients, and that reduce gradients over ranks are measured once each.
         """
         self._due = {situation.turn for situation in (*self._known, *self._seen)}
 
