@@ -223,6 +223,27 @@ TRIES: list[int] = []
 """A global, because what a closure holds is restored after a step that failed."""
 
 
+def test_what_the_loop_holds_still_counts_after_a_step_ran_out_of_memory():
+    training = Training()
+    handle = training.managed("attach")
+    for _ in range(5):
+        training.step(torch.randn(ROWS, WIDTH))
+    held = torch.zeros(MIB // 4)  # a copy of the weights, say
+    for _ in range(2):
+        training.step(torch.randn(ROWS, WIDTH))
+    assert handle._room.account.held_by_loop == held.nbytes
+    errors = [torch.OutOfMemoryError]
+
+    def once() -> None:
+        if errors:
+            raise errors.pop()
+        training.step(torch.randn(ROWS, WIDTH))
+
+    for _ in range(4):
+        handle.step(once)
+    assert handle._room.account.held_by_loop >= held.nbytes
+
+
 def test_a_step_that_fails_while_it_is_traced_is_managed_when_it_is_run_again():
     training = Training()
     TRIES.clear()

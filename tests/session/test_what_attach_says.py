@@ -60,6 +60,13 @@ def test_one_line_is_printed_once_a_step_under_the_plan_was_measured(no_logging,
     assert line.endswith(" of 4 blocks")
 
 
+def test_a_removed_handle_says_so():
+    handle = train(4)
+    assert "training under a plan" in str(handle)
+    handle.remove()
+    assert "removed, the model is unmanaged" in str(handle)
+
+
 @pytest.mark.long
 def test_planning_that_takes_seconds_is_announced_once_when_it_begins(no_logging, capsys, monkeypatch):
     monkeypatch.setattr(messages, "_QUIET_SECONDS", 0.0)

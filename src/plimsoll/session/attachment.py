@@ -234,6 +234,9 @@ class Attachment(ShowsFigures, RemovedAtEnd):
         self._unseen_steps = 0
         """How many steps of an optimizer were seen before any training call of the model."""
         self._calls = 0
+        self._exchange = 0
+        """The number that names the exchanges of all ranks in this call: calls since the ranks began, or began again."""
+        self._is_removed = False
         self._pressure = Pressure(room)
         self._room = PlanRoom()
         self._remembered: dict[frozenset[str], dict[str, Any]] = {}
@@ -313,7 +316,8 @@ class Attachment(ShowsFigures, RemovedAtEnd):
 
     def headline(self) -> str:
         """Return one line that names the model, its budget, and what happens to it now."""
-        return f"plimsoll.attach({type(self.model).__name__}, budget {self._budget.shown}): {self.state.meaning}"
+        meaning = "removed, the model is unmanaged" if self._is_removed else self.state.meaning
+        return f"plimsoll.attach({type(self.model).__name__}, budget {self._budget.shown}): {meaning}"
 
     def _shown_plan(self) -> Plan | None:
         return self.plan if self.state is State.RUNNING else None
@@ -343,7 +347,11 @@ class Attachment(ShowsFigures, RemovedAtEnd):
             raise
 
     def remove(self) -> None:
-        """Stop managing the model: remove the plan and all hooks. Calling it twice does no harm."""
+        """Stop managing the model: remove the plan and all hooks. Calling it twice does no harm.
+
+        A backward that comes later still computes the right gradients: the graph holds all that rebuilds its tensors.
+        """
+        self._is_removed = self.state is not State.GIVEN_UP  # then the headline says why
         self._steps.end_step()
         for each in (self._steps, self._watch, self._work, self._source, self._context):
             each.remove()
@@ -370,6 +378,7 @@ class Attachment(ShowsFigures, RemovedAtEnd):
         if self._is_waiting(args, kwargs):
             return
         self._calls += 1
+        self._exchange += 1
         if self._watch.is_settled:
             self._watch.remove()  # not in the optimizer's own hook: torch iterates over all hooks at that moment
         try:
@@ -467,7 +476,7 @@ class Attachment(ShowsFigures, RemovedAtEnd):
         """Called after a step ran out of memory. Switch to a plan with a lower peak, and return True if some rank found one."""
         self._steps.forget()
         # The ranks stopped in different calls, but the number of the call names their exchanges.
-        self._calls = 0
+        self._exchange = 0
         self._traces.begin_anew()
         if not self._watch.is_settled:
             self._watch_optimizer()
@@ -1036,7 +1045,7 @@ class Attachment(ShowsFigures, RemovedAtEnd):
             return
         self._shaped.wait_for(self._traced_step.planner.in_flight)
         task = functools.partial(self._task, call)
-        self._run(self._traces.plan_for(self._calls, call.situation.shapes, self._shaped, task))
+        self._run(self._traces.plan_for(self._exchange, call.situation.shapes, self._shaped, task))
         levels = self._steps.levels
         levels.expected_forward_bytes, levels.expected_peak_bytes = self._shaped.expected()
 
@@ -1045,7 +1054,7 @@ class Attachment(ShowsFigures, RemovedAtEnd):
         plan again. Otherwise keep the plan.
         """
         facts = facts_of(self._task(call))
-        everyone = self.agreement.gathered(f"larger batch in call {self._calls}", str(facts), str)
+        everyone = self.agreement.gathered(f"larger batch in call {self._exchange}", str(facts), str)
         if everyone is None or len(set(everyone)) > 1:
             self._stay(call.situation)
         else:
@@ -1163,7 +1172,7 @@ class Attachment(ShowsFigures, RemovedAtEnd):
         corrected, self._corrected = self._corrected, None
         everyone: list[int] | None = [waiting]
         if self._shaped is None:
-            everyone = self.agreement.gathered(f"over the budget in call {self._calls}", waiting, int)
+            everyone = self.agreement.gathered(f"over the budget in call {self._exchange}", waiting, int)
         if waiting > planner.in_flight:
             warn_of_waiting(waiting, planner.in_flight, is_planned=everyone is not None)
             self._is_mixed = not self._steps.is_between_steps
@@ -1196,7 +1205,7 @@ class Attachment(ShowsFigures, RemovedAtEnd):
         if self._shaped is not None:
             self._room.account = self._room.account.adding_state(new_bytes)
             return
-        what = f"first step of the optimizer before call {self._calls}"
+        what = f"first step of the optimizer before call {self._exchange}"
         everyone = self.agreement.gathered(what, new_bytes, int)
         if everyone is None:
             warn_of_state(new_bytes)

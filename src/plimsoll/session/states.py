@@ -3,6 +3,10 @@
 Each cell names a method of ``Attachment``, which looks up its reaction to every event here. An empty cell means that the event
 cannot occur in that state. A test runs a real training through every cell.
 
+By default each batch has the cheapest plan that fits at its shapes (``ShapePlans``). Then LARGER_BATCH and EXCEEDED do not
+occur: ``choose_plan`` traces new shapes, and ``correct_account`` notes by how much a step exceeded its prediction. Freezing
+parameters is no event, because a plan for all of them is still enough. Thawing is one if they were frozen when plans were made.
+
     event           untraced           measuring          running                   given up
     THAWED          know_nothing       recall             recall                    know_nothing
     CALL            trace_first_call   calibrate          choose_plan               trace_first_call
