@@ -300,11 +300,14 @@ class ShapePlans:
             # What the loop holds may be a record that has just begun to grow, so it is not a reason to refuse a batch.
             if self._may_refuse and not self._room.account.held_by_loop and shapes not in self._known:
                 raise
-            if shapes not in self._refused:
+            found = self._known_ladder(known).lowest(_split(known)[1])
+            # Bytes that are withheld now (another program's, or those that were missing when a step ran out of memory) were
+            # logged when they were withheld, and the budget is not too small because of them.
+            spare_bytes = self._room_bytes(known) + self._room.account.withheld - found[1].before_optimizer_bytes
+            if shapes not in self._refused and spare_bytes < 0:
                 self._refused.add(shapes)
                 is_new = shapes not in self._known
                 warn_of_floor(error, "this batch is too large" if is_new else "steps were measured to need more")
-            found = self._known_ladder(known).lowest(_split(known)[1])
         self._current = (known, found[1])
         return self._written(shapes, known, *found, signature)
 
