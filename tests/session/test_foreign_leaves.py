@@ -101,6 +101,41 @@ def test_a_tensor_of_the_loop_is_trained_as_without_a_plan(place: Callable[..., 
     assert all(map(torch.equal, trained("plain"), trained(verb)))
 
 
+class Constrained(Shifted):
+    """Writes to the tensor that it is given, and to the gradient of it."""
+
+    def forward(self, x: torch.Tensor, given: Any = None) -> torch.Tensor:
+        weight = given.held["shift"]
+        with torch.no_grad():
+            weight.mul_(0.9)
+        if weight.grad is not None:
+            weight.grad += 1
+        return super().forward(x, given)
+
+
+@pytest.mark.parametrize("kind", [nn.Parameter, lambda data: data.requires_grad_()], ids=["parameter", "tensor"])
+@pytest.mark.parametrize("verb", ["attach", "apply"])
+def test_what_forward_writes_to_a_weight_within_an_argument_is_written_once_in_each_step(verb: str, kind: Any):
+    def trained(verb: str) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model, holder = Constrained(4, WIDTH), SimpleNamespace(held={"shift": kind(torch.ones(WIDTH))})
+        holder.held["shift"].grad = torch.ones(WIDTH)
+        if verb == "attach":
+            plimsoll.attach(model, "2.9MiB")
+        elif verb == "apply":
+            plan = plimsoll.plan(model, (torch.randn(ROWS, WIDTH), holder), strategy="full", loss=mean_square)
+            plimsoll.apply(model, plan)
+        found = []
+        for number in range(3):
+            x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(number))
+            torch.manual_seed(number)
+            mean_square(model(x, holder)).backward()
+            found += [holder.held["shift"].detach().clone(), holder.held["shift"].grad.clone()]
+        return found
+
+    assert all(map(torch.equal, trained("plain"), trained(verb)))
+
+
 class AddsByHand(torch.autograd.Function):
     """Scales by the weight of a holder, and adds to the weight's gradient itself."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,17 +12,23 @@ from torch import nn
 from torch.optim import optimizer as torch_optimizer
 from torch.utils._pytree import tree_flatten
 
+from plimsoll.session import optimizer_watch
+
 _HOOKS = [name for name in vars(nn.Module()) if "hook" in name]
 
 
 @contextlib.contextmanager
 def unchanged(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Iterator[None]:
     """Compare parameters, gradients, buffers, flags, hooks, forwards, optimizer, profiler and random state around the block."""
+    # Hooks of an attachment that an earlier test has dropped are removed when the next one is made.
+    gc.collect()
+    while optimizer_watch._ABANDONED:
+        optimizer_watch._ABANDONED.pop().remove()
     before = snapshot(model, optimizer)
     yield
     after = snapshot(model, optimizer)
     differing = [name for name in before.keys() | after.keys() if not _is_same(before.get(name), after.get(name))]
-    assert not differing
+    assert not differing, differing
 
 
 def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:

@@ -264,16 +264,28 @@ def arguments_kept(call: Any) -> Iterator[None]:
     modules, _, values = _reached(leaves, (), set())
     structure = KeptModules(nn.ModuleList(modules), frozenset())
     kept = KeptValues([*values.values(), *modules])
-    found = (each for key, each in values.items() if key not in arguments and not isinstance(each, nn.Parameter))
+    # Forward does not write to parameters of other modules, nor to those that an optimizer trains: copies would be large.
+    beside = arguments | {id(each) for module in modules for each in module.parameters()} | _optimized(values.values())
+    found = [each for key, each in values.items() if key not in beside]
+    gradients = [(each, each.grad) for each in found if _is_trained(each)]
     buffers = (each for module in modules for each in module._buffers.values() if each is not None)
-    tensors = KeptTensors({id(each): each for each in (*filter(_is_kept, found), *buffers)}.values())
+    written = (*filter(_is_kept, found), *buffers, *(gradient for _, gradient in gradients if gradient is not None))
+    tensors = KeptTensors({id(each): each for each in written}.values())
     try:
         kept.lend()
         yield
     finally:
         structure.put_back()
         kept.put_back()
+        for leaf, gradient in gradients:
+            leaf.grad = gradient
         tensors.put_back()
+
+
+def _optimized(values: Iterable[Any]) -> set[int]:
+    """Return the ``id`` of the parameters of all optimizers among the values."""
+    optimizers = [each for each in values if isinstance(each, Optimizer) and "param_groups" in vars(each)]
+    return {id(each) for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]}
 
 
 def returned_tensors(output: Any) -> list[torch.Tensor]:
