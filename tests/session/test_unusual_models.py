@@ -706,3 +706,49 @@ def test_a_graph_of_an_earlier_call_is_named_as_such():
     model(batch)
     with pytest.raises(InvalidBatch, match="graph of an earlier call"):
         plimsoll.plan(model, batch, "1GiB", loss=squares)
+
+
+class TransformsBetween(nn.Module):
+    """Runs transforms of torch.func between its blocks: derivatives with respect to what the blocks have made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.scale = blocks(), nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+            x = x + torch.func.vmap(torch.func.grad(lambda row: torch.tanh(row * self.scale).sum()))(x)
+        return x
+
+
+def inner_derivatives(output: torch.Tensor) -> torch.Tensor:
+    return squares(torch.func.vmap(torch.func.grad(lambda row: row.sin().sum()))(output))
+
+
+@pytest.mark.parametrize(
+    ("make", "loss"), [(TransformsBetween, squares), (blocks, inner_derivatives)], ids=["model", "loss"]
+)
+@pytest.mark.parametrize("verb", ["attach", "apply"])
+def test_transforms_outside_of_regions_do_not_stop_planning(
+    make: Callable[[], nn.Module], loss: Callable[[Any], torch.Tensor], verb: str
+):
+    plain, batch = make(), torch.randn(ROWS, WIDTH)
+    managed = copy.deepcopy(plain)
+
+    def losses(model: nn.Module) -> list[float]:
+        optimizer, found = torch.optim.SGD(model.parameters(), lr=1e-2), []
+        for _ in range(4):
+            value = loss(model(batch))
+            value.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(value.item())
+        return found
+
+    expected = losses(plain)
+    plan = plimsoll.plan(managed, batch, strategy="full", loss=loss)
+    assert plan.predicted_peak_bytes < plan.baseline_peak_bytes
+    budget = (plan.predicted_peak_bytes + plan.baseline_peak_bytes) // 2
+    with plimsoll.attach(managed, budget) if verb == "attach" else plimsoll.apply(managed, plan):
+        assert losses(managed) == expected

@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from plimsoll.artifacts.region import Origin
 from plimsoll.artifacts.trace import Phase, TraceParameter
-from plimsoll.errors import InvalidModel
+from plimsoll.errors import InvalidModel, PlimsollError
 from plimsoll.tracing.fsdp2 import Gathered
 from plimsoll.tracing.local_tensors import Shell, beside_weights, dense_parts, gradient_of, settled, unwrapped
 from plimsoll.tracing.meters.timing import OpClock
@@ -297,11 +297,15 @@ class RefusesHooks(Exception):
     """
 
 
+class RefusesHooksOutside(Exception):
+    """Raised when the model or the loss runs a transform of ``torch.func`` outside of all regions."""
+
+
 class StepCapture:
     """Runs one step under the tracer, and drops each tensor that autograd saves.
 
-    What the modules in ``left_alone`` save is held by autograd as in training. With ``keeps_values``, backward reads copies of
-    all that autograd saves, and not zeros.
+    What the modules in ``left_alone`` save is held by autograd as in training. Without ``watches_outside``, the same holds for
+    what is saved outside of regions. With ``keeps_values``, backward reads copies of all that autograd saves, and not zeros.
     """
 
     def __init__(
@@ -315,8 +319,10 @@ class StepCapture:
         progress: Callable[[float], None],
         left_alone: Mapping[str, nn.Module] = MappingProxyType({}),
         keeps_values: bool = False,
+        watches_outside: bool = True,
     ) -> None:
         self._model = model
+        self._watches_outside = watches_outside
         self._keeps_values = keeps_values
         self._left_alone = left_alone
         self._regions = regions
@@ -343,6 +349,7 @@ class StepCapture:
 
         Raises:
             InvalidModel: the model checkpoints its own layers.
+            RefusesHooks, RefusesHooksOutside: a transform of ``torch.func`` runs under the hooks of this step.
         """
         self._parameter_storages = register_statics(self.tracer, self._model, call)
         with contextlib.ExitStack() as stack:
@@ -351,12 +358,18 @@ class StepCapture:
             for module in self._left_alone.values():
                 stack.enter_context(_calling(module, functools.partial(self._without_hooks, module.forward)))
             stack.enter_context(self._stack.watch(self._model))
-            stack.enter_context(self._outside.entered())
+            if self._watches_outside:
+                stack.enter_context(self._outside.entered())
             stack.enter_context(self.tracer)
             first = sequence_number()
-            log = run_step(
-                self.tracer, self._model, call, self._loss, lambda output: self._forward_ended(first), self._stack
-            )
+            try:
+                log = run_step(
+                    self.tracer, self._model, call, self._loss, lambda output: self._forward_ended(first), self._stack
+                )
+            except PlimsollError as error:
+                if isinstance(error.__cause__, RuntimeError) and refuses_hooks(error.__cause__):
+                    raise RefusesHooksOutside from error
+                raise
         self._progress(1.0)
         log.regions, log.outside = self._logs, self._outside.records
         return log
@@ -392,7 +405,7 @@ class StepCapture:
         if outer is not None and outer.name == name and _is_on_top(outer.book):  # a block that calls itself
             return original(*args, **kwargs)
         is_inner = outer is not None and _is_on_top(outer.book) and name.startswith(outer.name and f"{outer.name}.")
-        if self.tracer.phase is not Phase.FORWARD or not (is_inner or _is_on_top(self._outside)):
+        if self.tracer.phase is not Phase.FORWARD or not (is_inner or self._is_outside()):
             raise self._already_checkpointed(name)
         place = len(self._logs)  # insert this region's log before the logs of the regions inside it
         log = self._running = self._enter(name, module, args, kwargs)
@@ -411,8 +424,12 @@ class StepCapture:
         self._progress(0.5 * min(1.0, len(self._logs) / len(self._regions)))
         return output
 
+    def _is_outside(self) -> bool:
+        """Return True if no region runs and no other code has put hooks on saved tensors."""
+        return _is_on_top(self._outside) if self._watches_outside else top_saved_hooks(True) is None
+
     def _without_hooks(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if not (torch.is_grad_enabled() and _is_on_top(self._outside)):
+        if not (self._watches_outside and torch.is_grad_enabled() and self._is_outside()):
             return original(*args, **kwargs)
         pop_saved_hooks()
         try:

@@ -24,7 +24,7 @@ from plimsoll.artifacts.progress import Progress, silent
 from plimsoll.artifacts.trace import Phase, Trace, WatchedStep
 from plimsoll.tracing import ddp, fsdp2
 from plimsoll.tracing.assemble import assemble
-from plimsoll.tracing.capture import RefusesHooks, StepCapture, StepLog, run_step
+from plimsoll.tracing.capture import RefusesHooks, RefusesHooksOutside, StepCapture, StepLog, run_step
 from plimsoll.tracing.ddp import bucket_bytes, inner_module, unseen_by_reducer
 from plimsoll.tracing.fake import fake_batch, faked
 from plimsoll.tracing.fsdp2 import Gathered
@@ -127,10 +127,11 @@ def trace(
         refuse_shards(step.model)
     first = functools.partial(report, "tracing with fake tensors" if step.is_fake else "tracing")
     left_alone: dict[str, nn.Module] = {}
-    keeps_values = False
+    keeps_values, watches_outside = False, True
 
     def capture(**how: Any) -> StepCapture:
-        return StepCapture(step.model, found, left_alone=left_alone, loss=loss, keeps_values=keeps_values, **how)
+        how |= {"keeps_values": keeps_values, "watches_outside": watches_outside}
+        return StepCapture(step.model, found, left_alone=left_alone, loss=loss, **how)
 
     while True:
         try:
@@ -138,6 +139,8 @@ def trace(
             break
         except RefusesHooks as refusal:
             found, left_alone = without_transforms(found, str(refusal), left_alone)
+        except RefusesHooksOutside:
+            watches_outside = False  # no plan decides about what is saved there, so it may stay in memory in this step
         except BackwardFailed as failure:
             if keeps_values or step.is_fake:
                 raise
