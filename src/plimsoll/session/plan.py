@@ -149,6 +149,7 @@ def plan(
                 _refuse_named(strategy)
                 whole = planner = with_offloaded_state(whole, task)
             if options.may_tile and is_auto:
+                report("trying tiles", 0.6)  # each set of tiles is a step to trace, which took minutes at 4,096 tokens
                 planner = with_best_tiles(whole, task, planner_with)
             solving = part_of(report, 0.7, 1.0)
             try:
