@@ -177,8 +177,10 @@ def test_another_plan_is_served_by_what_was_recorded_under_the_first(recordings)
         handle.switch(plans["none"])
         assert handle.regions == {}
         assert not any("forward" in module.__dict__ for module in model.modules())
+        handle.switch(msgspec.structs.replace(plans["full"], link="disk"))  # opens the link, which stays
+        handle.switch(plans["none"])
         with pytest.raises(PlanMismatch, match="link"):
-            handle.switch(msgspec.structs.replace(plans["full"], link="disk"))
+            handle.switch(msgspec.structs.replace(plans["full"], link="host"))
         with pytest.raises(PlanMismatch, match="another model"):
             handle.switch(msgspec.structs.replace(plans["full"], fingerprint="of another"))
     assert set(recordings.values()) == {1}
