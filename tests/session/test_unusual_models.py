@@ -709,7 +709,7 @@ def test_a_graph_of_an_earlier_call_is_named_as_such():
 
 
 class TransformsBetween(nn.Module):
-    """Runs transforms of torch.func between its blocks: derivatives with respect to what the blocks have made."""
+    """Runs transforms of torch.func between its blocks: derivatives with respect to outputs of the blocks."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -122,8 +122,8 @@ class Handle(ShowsFigures, RemovedAtEnd):
         (recorded ops that rebuild dropped tensors) serve it at once.
 
         Raises:
-            PlanMismatch: the plan was made for another model, or its link or its permission to repeat collectives differs from
-                those of the plans before it.
+            PlanMismatch: the plan was made for another model, or names another link than an earlier plan, or has another
+                permission to repeat collectives than the current plan.
             OffloadFailed: the link that the plan names cannot be opened.
         """
         shared = self._shared
@@ -133,7 +133,7 @@ class Handle(ShowsFigures, RemovedAtEnd):
                 why="a plan names the regions and tensors that it decides about, and another model has other names",
                 next="call plimsoll.plan for this model",
             )
-        # The first plans of attach offload nothing, so they have no link. A link that was opened once stays.
+        # The first plans of attach do not offload, and name no link. Once a link is open, the handle keeps it.
         packer = shared.packer
         needs_other_link = plan.link and packer.link_form not in ("", plan.link)
         if needs_other_link or (COLLECTIVES in plan.allow) is not shared.repeats_collectives:

@@ -146,24 +146,20 @@ class Packer:
 
     def __init__(self, link: Link | None, link_form: str = "") -> None:
         self._link = link
-        self._link_form = link_form or ("" if link is None else link.name)
-
-    @property
-    def link_form(self) -> str:
+        self.link_form = link_form or ("" if link is None else link.name)
         """The name that plans use for the link, or an empty string without a link."""
-        return self._link_form
 
     def use_link(self, link: Link, link_form: str) -> None:
-        """Send values over this link from now on. Until now there was no link."""
-        self._link, self._link_form = link, link_form
+        """Send values over this link from now on. Called once, if this object was made without a link."""
+        self._link, self.link_form = link, link_form
 
     def codec(self, form: str) -> Codec | None:
         """Return the codec with this name, or ``None`` if ``form`` means offloading.
 
-        A plan names for each tensor the form in which it is held: a codec, which compresses it, or the link (``disk`` or
-        ``host``), over which it is offloaded as it is.
+        A plan names how each tensor is held: by a codec, which compresses it, or at the other end of the link (``disk`` or
+        ``host``), where it is not compressed.
         """
-        return None if self._link is not None and form == self._link_form else find_codec(form)
+        return None if self._link is not None and form == self.link_form else find_codec(form)
 
     def keeps_sign_only(self, form: str) -> bool:
         """Return whether this form keeps only the signs of a value, so that recipes cannot compute with the values that come

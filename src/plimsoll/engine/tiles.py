@@ -28,6 +28,7 @@ from plimsoll.artifacts.tile import Tile
 from plimsoll.engine.copies import ReplacedForward, calling_module
 from plimsoll.engine.replay_rng import generators_of
 from plimsoll.errors import InvalidLoss, InvalidModel, PlanMismatch
+from plimsoll.tracing.recorder.calling import graph_nodes
 from plimsoll.tracing.torch_internals import peek_functorch, sequence_number
 
 _WIDE = 4
@@ -246,10 +247,7 @@ def _refuse_other_sources(outputs: Sequence[torch.Tensor], leaves: Sequence[torc
     module, such as an attribute that another module has computed. Its gradient would be wrong.
     """
     own = {id(leaf) for leaf in leaves}
-    pending: list[Any] = [output.grad_fn for output in outputs if output.grad_fn is not None]
-    seen = set(pending)
-    while pending:
-        node = pending.pop()
+    for node in graph_nodes(outputs):
         leaf = getattr(node, "variable", None)
         if id(leaf) not in own if leaf is not None else node._sequence_nr() < first_node:
             raise InvalidModel(
@@ -257,10 +255,6 @@ def _refuse_other_sources(outputs: Sequence[torch.Tensor], leaves: Sequence[torc
                 why="the gradient of that tensor would be computed once for each tile, and not be added up",
                 next="plan without 'tile' in allow=, or pass the tensor to the module as an argument",
             )
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                pending.append(following)
 
 
 def _backward(parts: list[tuple[torch.Tensor, torch.Tensor]]) -> None:

@@ -467,7 +467,7 @@ def _find_rows(steps: _Steps, setting: Setting, progress: Progress) -> tuple[lis
 
 
 def _with_level(setting: Setting, level: _Level) -> Setting | None:
-    """Return the user's setting with what one row of the table allows in addition (offloading, a loss in chunks).
+    """Return the user's setting, extended by the techniques of one row of the table (offloading, a loss in chunks).
 
     Return ``None`` if the row computes the loss in chunks but the user has already chosen how it is computed (``loss=``).
     """

@@ -534,7 +534,7 @@ class Attachment(ShowsFigures, RemovedAtEnd):
         self._tried_bytes = self._tried_rest_bytes = 0
         """The highest peak of these steps, and their highest peak after backward, on the rank where it was highest."""
         self._is_mixed = False
-        """True if the forwards of the measured step ran under plans for different numbers of forwards."""
+        """True if the forwards of the running or the measured step have had plans for different numbers of forwards."""
         self._room = PlanRoom(MemoryAccount(withheld=self._room.account.withheld))
         self._held_at_plan_bytes = 0
         """Bytes that the training loop held when the step that plans were made from began, or when it ended if that is more."""
@@ -956,7 +956,7 @@ class Attachment(ShowsFigures, RemovedAtEnd):
             with self._traces.together():
                 self._shaped.begin(traced.shapes, traced.planner, plan)
         self._run(plan)
-        self._steps.is_reordered = False  # what was noticed before is in this plan
+        self._is_mixed = self._steps.is_reordered = False  # what was noticed before is in this plan
         self.state = State.RUNNING
         self._progress("done", 1.0)
 
@@ -1093,6 +1093,7 @@ class Attachment(ShowsFigures, RemovedAtEnd):
         planner, plan = self._traced_step.planner, self._current_plan
         limit_bytes = (planner.own_budget_bytes or 0) - self._room.account.withheld
         peak_bytes, cause = self._steps.take_peak(self._state_bytes(), self._metered, limit_bytes)
+        is_mixed, self._is_mixed = self._is_mixed, False
         if self._steps.parts.first:
             self._judge_parts(peak_bytes, limit_bytes)
             return
@@ -1101,8 +1102,6 @@ class Attachment(ShowsFigures, RemovedAtEnd):
         over_bytes = peak_bytes - limit_bytes
         next_ = "later steps are planned for a budget that is smaller by this amount, if some plan needs less"
         # A model whose modules began to run in another order was up to 39% over its budget in every later step.
-        # The first forwards of a mixed step kept more than the plan for later steps does, so its peak says nothing about them.
-        is_mixed, self._is_mixed = self._is_mixed, False
         is_other_step = self._metered.has_run_more or self._steps.is_reordered
         if over_bytes > 0 and self._work.has_moved():
             is_other_step, cause = True, "modules that the plan manages were replaced by others"
@@ -1115,6 +1114,7 @@ class Attachment(ShowsFigures, RemovedAtEnd):
                 f"up to {_MOST_TRACED_AGAIN} steps are traced to find one that runs as much; then plans are made for it"
             )
         elif is_mixed:
+            # The first forwards kept more than the plan for later steps does, so this peak says nothing about those steps.
             next_ = "later steps are planned for as many forwards"
         elif self._shaped is not None and peak_bytes:
             self._shaped.note_peak(peak_bytes, self._steps.levels.forward_growth)
@@ -1175,7 +1175,7 @@ class Attachment(ShowsFigures, RemovedAtEnd):
             everyone = self.agreement.gathered(f"over the budget in call {self._exchange}", waiting, int)
         if waiting > planner.in_flight:
             warn_of_waiting(waiting, planner.in_flight, is_planned=everyone is not None)
-            self._is_mixed = not self._steps.is_between_steps
+            self._is_mixed = self._shaped is not None and not self._steps.is_between_steps
         if everyone is not None:
             with self.agreement:
                 planner.wait_for(max(planner.in_flight, *everyone))

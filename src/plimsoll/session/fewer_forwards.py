@@ -12,14 +12,14 @@ _STEPS_FACTOR = 8
 
 
 class FewerForwards:
-    """Counts the latest steps in which fewer forwards waited for one backward than plans are made for."""
+    """Counts the latest steps with fewer forwards before one backward than plans are made for."""
 
     def __init__(self) -> None:
         self._patience = _STEPS_BEFORE
         self._steps = self._most = 0
 
     def step_ended(self, in_flight: int, planned: int) -> None:
-        """Count a step in which ``in_flight`` forwards waited at once, where ``planned`` were planned for."""
+        """Count a step with ``in_flight`` forwards before one backward. Plans are made for ``planned`` forwards."""
         if in_flight < planned:
             self._steps, self._most = self._steps + 1, max(self._most, in_flight)
         else:

@@ -375,9 +375,9 @@ def _is_statistic(graph: RegionGraph, name: str) -> bool:
 
 
 def _worthwhile(forms: Sequence[Form], wished: Collection[str]) -> list[Form]:
-    """Return the forms (codecs or the link, in which one tensor can be held) that are worth offering to the planner.
+    """Return the forms that are worth offering to the planner. A form is a way to hold one tensor: a codec, or the link.
 
-    A form is left out if another one takes no more bytes, no more seconds and no larger error, and is better in one of them.
+    A form is left out if another one is at least as good in bytes, seconds and error, and better in one of them.
     Forms that the user has named (``wished``) always stay.
     """
 

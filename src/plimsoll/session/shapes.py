@@ -143,7 +143,9 @@ class ShapePlans:
         """
         self._in_flight = 1
         self._measured_with: dict[int, tuple[int, float]] = {}
-        """For each number of forwards before one backward: what was measured beyond predictions with so many forwards."""
+        """What steps were measured to need beyond their predictions, for each number of forwards before one backward: the bytes
+        outside of the model, and the growth of activations.
+        """
         self._most_solved_bytes = 0
         self._first: tuple[Shapes, int] | None = None
         self._largest: Shapes | None = None
@@ -269,8 +271,8 @@ class ShapePlans:
     def wait_for(self, in_flight: int) -> None:
         """From now on, choose plans for steps with ``in_flight`` forwards that wait for one backward."""
         if in_flight != self._in_flight:
-            # Measured beside a second forward, a step seems to need more. That holds only while there is a second one: after
-            # one failed step, a floor of 16.6 MiB was named for steps that took 8.
+            # What was measured while two forwards waited does not hold for steps with one: after one failed step, a floor of
+            # 16.6 MiB was named for steps that took 8.
             account = self._room.account
             self._measured_with[self._in_flight] = account.outside_model, self._inner_growth
             if in_flight < self._in_flight and in_flight in self._measured_with:

@@ -5,7 +5,8 @@ cannot occur in that state. A test runs a real training through every cell.
 
 By default each batch has the cheapest plan that fits at its shapes (``ShapePlans``). Then LARGER_BATCH and EXCEEDED do not
 occur: ``choose_plan`` traces new shapes, and ``correct_account`` notes by how much a step exceeded its prediction. Freezing
-parameters is no event, because a plan for all of them is still enough. Thawing is one if they were frozen when plans were made.
+parameters does not change the plan, because a plan for all of them is still enough. THAWED occurs if parameters that were
+frozen when plans were made are trained.
 
     event           untraced           measuring          running                   given up
     THAWED          know_nothing       recall             recall                    know_nothing

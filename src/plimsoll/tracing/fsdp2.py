@@ -79,7 +79,7 @@ def sharded_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 
 def gathered_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters that FSDP2 has gathered from the shards of all ranks, so far as they were gathered before."""
+    """Return the parameters that FSDP2 gathers from the shards of all ranks. They exist from the first gathering on."""
     found = (getattr(part, "_unsharded_param", None) for part in _parameters(model))
     return [each for each in found if each is not None]
 

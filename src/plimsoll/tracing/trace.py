@@ -130,8 +130,15 @@ def trace(
     keeps_values, watches_outside = False, True
 
     def capture(**how: Any) -> StepCapture:
-        how |= {"keeps_values": keeps_values, "watches_outside": watches_outside}
-        return StepCapture(step.model, found, left_alone=left_alone, loss=loss, **how)
+        return StepCapture(
+            step.model,
+            found,
+            left_alone=left_alone,
+            loss=loss,
+            keeps_values=keeps_values,
+            watches_outside=watches_outside,
+            **how,
+        )
 
     while True:
         try:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -143,12 +143,7 @@ def refuse_foreign_graph(loss: torch.Tensor, first_node: int, *, has_met_threads
         InvalidBatch: the loss depends on an earlier graph that holds tensors for its backward, or on the graph of another
             thread.
     """
-    seen, left = set(), [loss.grad_fn]
-    while left:
-        node = left.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
+    for node in graph_nodes([loss]):
         if node._sequence_nr() < first_node and any(name.startswith("_raw_saved") for name in dir(node)):
             if has_met_threads:
                 raise InvalidBatch(
@@ -162,7 +157,18 @@ def refuse_foreign_graph(loss: torch.Tensor, first_node: int, *, has_met_threads
                 next="detach tensors that one call passes to the next (a cache, a hidden state), run everything in one thread, "
                 "or attach to a module whose forward makes both graphs",
             )
-        left.extend(following for following, _ in node.next_functions)
+
+
+def graph_nodes(outputs: Iterable[torch.Tensor]) -> Iterator[Any]:
+    """Yield the nodes of the autograd graph that ends in these tensors, each once."""
+    left: list[Any] = [output.grad_fn for output in outputs]
+    seen: set[Any] = set()
+    while left:
+        node = left.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            yield node
+            left.extend(following for following, _ in node.next_functions)
 
 
 def call_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:

@@ -24,8 +24,8 @@ from plimsoll.tracing.ddp import inner_module
 from plimsoll.tracing.fsdp2 import KeptShards, every_parameter
 from plimsoll.tracing.local_tensors import gradient_of, local_of, parts_of_sparse
 from plimsoll.tracing.recorder.calling import output_tensors
-from plimsoll.tracing.recorder.contents import KeptValues, is_holder, lent, put_back_entries, with_contents
-from plimsoll.tracing.recorder.foreign_leaves import hooks_of
+from plimsoll.tracing.recorder.contents import KeptValues, is_holder, lent, with_contents
+from plimsoll.tracing.recorder.foreign_leaves import gradients_aside
 from plimsoll.tracing.recorder.kept_classes import KeptClasses
 from plimsoll.tracing.recorder.kept_modules import KeptForwards, KeptModules, held_by
 from plimsoll.tracing.recorder.storages import is_plain, same_contents
@@ -51,7 +51,6 @@ def untouched(model: nn.Module, written: Collection[str] = ()) -> Iterator[None]
     are restored if the step is known to write them (``written``, by name), or if it replaces their ``data``.
     """
     parameters = every_parameter(model)
-    gradients = list(map(gradient_of, parameters))
     generators, state = RandomState(), KeptState(model)
     named = dict(inner_module(model).named_parameters())
     copies = [
@@ -59,41 +58,31 @@ def untouched(model: nn.Module, written: Collection[str] = ()) -> Iterator[None]
     ]
     aliases = [(each, each.data) for each in parameters if is_plain(each) and not is_gathered_by_zero(each)]
     shards, gathering = KeptShards(model), KeptGathering(inner_module(model))
-    hooks = [(table, dict(table)) for table in (*filter(None, map(hooks_of, parameters)), *gathering.hooks)]
     flags = [(module, module.training) for module in model.modules()]
     forwards = KeptForwards(model)
-    try:
-        state.lend_iterators()
-        for table, _ in hooks:
-            table.clear()
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            if gradient is not None:
-                parameter.grad = torch.zeros_like(gradient)
-        yield
-    except PlimsollError as error:
-        # Before 2.13 torch.utils.checkpoint frees its hooks only together with the frame that failed.
-        traceback.clear_frames(error.__traceback__)
-        raise
-    finally:
-        shards.put_back()
-        gathering.put_back()
-        for table, entries in hooks:
-            put_back_entries(table, entries)
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            if gradient is not gradient_of(parameter):
-                parameter.grad = gradient
-        for module, flag in flags:
-            module.training = flag
-        forwards.put_back()
-        state.put_back()
-        for parameter, data in aliases:
-            if parameter.data_ptr() != data.data_ptr():
-                parameter.data = data
-        for local, copy in copies:
-            local.copy_(copy)
-        generators.put_back()
-        # Otherwise the user's call would find weights that autocast cast in the block, and run other ops than later calls.
-        torch.clear_autocast_cache()
+    with gradients_aside(parameters, gathering.hooks):
+        try:
+            state.lend_iterators()
+            yield
+        except PlimsollError as error:
+            # Before 2.13 torch.utils.checkpoint frees its hooks only together with the frame that failed.
+            traceback.clear_frames(error.__traceback__)
+            raise
+        finally:
+            shards.put_back()
+            gathering.put_back()
+            for module, flag in flags:
+                module.training = flag
+            forwards.put_back()
+            state.put_back()
+            for parameter, data in aliases:
+                if parameter.data_ptr() != data.data_ptr():
+                    parameter.data = data
+            for local, copy in copies:
+                local.copy_(copy)
+            generators.put_back()
+            # Otherwise the user's call would find weights that autocast cast in the block, and run other ops than later calls.
+            torch.clear_autocast_cache()
 
 
 class RandomState:

@@ -326,7 +326,7 @@ def hand_over(artifact: Artifact, to: Output, *, explain: bool = False, is_aside
 
 
 def save_beside(plan: Plan | None, name: str, file: Path, to: Output) -> None:
-    """Save a plan that a command has made beside its main result to ``file``, and print where. With JSON output, print nothing.
+    """Save a plan that a command has made in addition to its main result, and print where. With JSON output, print nothing.
 
     ``plan`` is ``None`` if the command has made none; then a line says so. ``name`` is the word for the plan in that line.
     """
