@@ -302,6 +302,26 @@ def test_plans_for_two_forwards_are_left_again_once_steps_have_one():
     assert "later steps are planned for as many forwards" in overrun
 
 
+def pairs_come_back(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+    """A loss over two outputs, which needs far more than the model, in the first steps and again after a pause."""
+    if number in (2, 3, 4, 13, 14, 15):
+        alike = model(torch.randn(ROWS, WIDTH)) @ model(torch.randn(ROWS, WIDTH)).T
+        (alike.exp() + alike.sin() + alike.cos()).mean().backward()
+    else:
+        mean_square(model(torch.randn(ROWS, WIDTH))).backward()
+    update(optimizer)
+
+
+def test_what_pairs_of_forwards_were_measured_to_need_is_known_when_they_come_again():
+    training = Training(lambda: Stack(4, WIDTH), torch.optim.AdamW)
+    expected = training.run(pairs_come_back, steps=16)
+    budget = int(0.8 * max(training.peaks))
+    found = training.run(pairs_come_back, budget, steps=16)
+    assert all(map(torch.equal, expected, found))
+    # Two peaks for each step with a pair. The first such step after the pause is mixed: its first forward was planned alone.
+    assert max(training.peaks[-4:]) <= budget < training.peaks[-5]
+
+
 class Shallow(Stack):
     """Runs some of its blocks, as layers that are dropped by chance do."""
 

@@ -274,10 +274,12 @@ class ShapePlans:
             # What was measured while two forwards waited does not hold for steps with one: after one failed step, a floor of
             # 16.6 MiB was named for steps that took 8.
             account = self._room.account
-            self._measured_with[self._in_flight] = account.outside_model, self._inner_growth
-            if in_flight < self._in_flight and in_flight in self._measured_with:
-                outside_bytes, self._inner_growth = self._measured_with[in_flight]
-                self._room.account = dataclasses.replace(account, outside_model=outside_bytes)
+            now = self._measured_with[self._in_flight] = account.outside_model, self._inner_growth
+            known = self._measured_with.get(in_flight, now)
+            if in_flight > self._in_flight:
+                known = max(known[0], now[0]), max(known[1], now[1])  # more forwards do not need less
+            outside_bytes, self._inner_growth = known
+            self._room.account = dataclasses.replace(account, outside_model=outside_bytes)
             self._in_flight = in_flight
             self._hopeless.clear()
             for steps in self._steps.values():
