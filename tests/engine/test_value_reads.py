@@ -204,7 +204,9 @@ def test_a_budget_is_kept_in_every_step_by_a_model_that_reads_values(kind: str):
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             # A batch may take a longer way than all before it. Which one does depends on how a machine adds up.
-            warnings.filterwarnings("ignore", message=r"(?s).*its forward ran more operations than in all earlier steps")
+            warnings.filterwarnings(
+                "ignore", message=r"(?s).*its forward ran more operations than in all earlier steps"
+            )
             for step in range(8):
                 assert all(map(torch.equal, expected[step], gradients(model, step))), step
         with warnings.catch_warnings():

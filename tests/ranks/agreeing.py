@@ -243,7 +243,7 @@ def accumulated(free: Plan) -> Outcome:
             optimizer.step()
         assert handle.plan is not None
         plans.append(to_json(handle.plan))
-    counted_bytes = handle._counted.bytes
+    counted_bytes = handle._known.counted.bytes
     handle.remove()
     return {"plans": plans, "counted_bytes": counted_bytes}
 

@@ -538,7 +538,7 @@ def budgeted_micro_batches(make: Callable[[], nn.Module]) -> dict[str, Any]:
             step()
         found: dict[str, Any] = {
             "budget": budget_bytes,
-            "metered": {situation.turn for situation in attachment._metered._known},
+            "metered": {situation.turn for situation in attachment._known.metered._known},
             "measured": min(step_peak(model, batch, step) for _ in range(2)),
         }
     model.set_requires_gradient_sync(False)

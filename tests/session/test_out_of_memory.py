@@ -231,7 +231,7 @@ def test_what_the_loop_holds_still_counts_after_a_step_ran_out_of_memory():
     held = torch.zeros(MIB // 4)  # a copy of the weights, say
     for _ in range(2):
         training.step(torch.randn(ROWS, WIDTH))
-    assert handle._room.account.held_by_loop == held.nbytes
+    assert handle._known.room.account.held_by_loop == held.nbytes
     errors = [torch.OutOfMemoryError]
 
     def once() -> None:
@@ -241,7 +241,7 @@ def test_what_the_loop_holds_still_counts_after_a_step_ran_out_of_memory():
 
     for _ in range(4):
         handle.step(once)
-    assert handle._room.account.held_by_loop >= held.nbytes
+    assert handle._known.room.account.held_by_loop >= held.nbytes
 
 
 def test_a_step_that_fails_while_it_is_traced_is_managed_when_it_is_run_again():

@@ -136,7 +136,7 @@ def test_a_trace_within_a_step_leaves_room_for_what_earlier_forwards_hold():
         (waiting.square().mean() + later.square().mean()).backward()
         limits = [call.kwargs["limit_bytes"] for call in traced.call_args_list]
         assert limits
-        assert max(limits) <= attachment._room.bytes() - held_bytes
+        assert max(limits) <= attachment._known.room.bytes() - held_bytes
         assert attachment._steps.waiting_bytes == 0
 
 
@@ -148,7 +148,7 @@ def test_a_training_goes_on_after_a_step_that_its_shape_did_not_foretell():
         for rows in (64, 64, 96):
             model(torch.randn(rows, 32)).square().mean().backward()
             model.zero_grad()
-        shaped = attachment._shaped
+        shaped = attachment._known.shaped
         assert shaped is not None
         shaped.note_peak(900_000)
         with pytest.warns(UserWarning, match="below the smallest reachable peak|too large"):

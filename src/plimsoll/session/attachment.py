@@ -23,7 +23,6 @@ import dataclasses
 import functools
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import msgspec
@@ -40,12 +39,11 @@ from plimsoll.engine.capturing import WARM_UP, is_capturing, refuse_capture
 from plimsoll.errors import BudgetBelowFloor, InvalidBatch, InvalidRegions, PlanMismatch, PlimsollError
 from plimsoll.session.account import MemoryAccount, PlanRoom, planned_state_bytes, predicted_before_optimizer
 from plimsoll.session.agreement import Agreement
-from plimsoll.session.batch_shapes import Shapes, covers
-from plimsoll.session.carried import Carried
+from plimsoll.session.batch_shapes import covers
 from plimsoll.session.compiled_step import CompiledStep
 from plimsoll.session.eager_step import EagerStep
-from plimsoll.session.fewer_forwards import FewerForwards
 from plimsoll.session.joint_traces import JointTraces, facts_of
+from plimsoll.session.knowledge import Knowledge, LowestSteps, PlannedStep, Remembered
 from plimsoll.session.measured_step import taken_beside
 from plimsoll.session.messages import (
     PlanningNotice,
@@ -62,7 +60,7 @@ from plimsoll.session.messages import (
     warn_of_unseen,
     warn_of_waiting,
 )
-from plimsoll.session.optimizer_watch import CountedState, OptimizerWatch, optimized_parameters, optimizer_in_view
+from plimsoll.session.optimizer_watch import OptimizerWatch, optimized_parameters, optimizer_in_view
 from plimsoll.session.options import Budget, PlanOptions
 from plimsoll.session.plans_at_work import PlansAtWork
 from plimsoll.session.pressure import Pressure
@@ -111,35 +109,6 @@ another one that runs as many.
 
 _MOST_REMEMBERED = 64
 """Remember plans for at most this many sets of frozen parameters: a large model that is trained block by block."""
-_KNOWLEDGE = (
-    "state",
-    "_traced",
-    "_shaped",
-    "_traces",
-    "_shapes",
-    "_served",
-    "_tries",
-    "_carried",
-    "_tried_bytes",
-    "_tried_rest_bytes",
-    "_is_mixed",
-    "_room",
-    "_held_at_plan_bytes",
-    "_corrected",
-    "_traces_left",
-    "_ran_more_bytes",
-    "_said_parts_bytes",
-    "_said_overrun",
-    "_fewer",
-    "_counted",
-    "_metered",
-    "_seen",
-    "_planned_frozen",
-    "_options",
-    "_is_over",
-    "_watch",
-)
-"""The attributes that `Attachment.recall` restores. `Attachment.know_nothing` resets them."""
 
 
 class _RaisedByModel(Exception):
@@ -176,29 +145,8 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
     """How many forwards waited at once for their backward."""
 
 
-@dataclass(frozen=True, slots=True)
-class FirstStep:
-    """The traced step that plans are made for, as data. It is the step that was traced first, or a later traced step that
-    needed more memory.
-    """
-
-    planner: StepPlanner
-    shapes: Shapes
-    accumulates: bool
-    """Whether gradients existed when the step began."""
-    error_scale: float = 1.0
-    """The measured error of lossy forms (compressed values), as a multiple of the expected error."""
-    batch_bytes: int = 0
-    """Bytes that the batch's storages have in addition to the batch's tensors. A slice, for instance, keeps the whole storage
-    alive.
-    """
-
-
 class Attachment(ShowsFigures, RemovedAtEnd):
     """Keeps a model under a budget from its first training call on. ``plimsoll.attach`` returns it as the handle."""
-
-    state: State
-    _served: Shapes | None
 
     def __init__(
         self,
@@ -238,16 +186,13 @@ class Attachment(ShowsFigures, RemovedAtEnd):
         """The number that names the exchanges of all ranks in this call: calls since the ranks began, or began again."""
         self._is_removed = False
         self._pressure = Pressure(room)
-        self._room = PlanRoom()
-        self._remembered: dict[frozenset[str], dict[str, Any]] = {}
-        """What was found out for each set of frozen parameters (their names): the values of `_KNOWLEDGE`. The set that was met
-        last is the last one.
-        """
+        self._known = Knowledge(options, JointTraces(agreement, model), PlanRoom())
+        self._remembered: dict[frozenset[str], Remembered] = {}
+        """What was found out for each set of frozen parameters (their names). The set that was met last is the last one."""
         self._state_at_work: StateAtWork | None = None
         """Keeps optimizer state offloaded, if the current plan does."""
         self._has_waited = False
         """Whether a warning said that attach waits for a call that trains parameters."""
-        self.know_nothing()
         self._work = PlansAtWork(agreement, model, verify_every)
         self._retry = Retry(model, self)
         self._steps = StepWatch(self._source.watched, self._before_call, self._step_ended, self._before_parts)
@@ -258,6 +203,11 @@ class Attachment(ShowsFigures, RemovedAtEnd):
         self._context = ContextWatch(inner_module(model), None)
 
     # What a user sees
+
+    @property
+    def state(self) -> State:
+        """Which plan the model runs under now."""
+        return self._known.state
 
     @property
     def plan(self) -> Plan | None:
@@ -307,9 +257,9 @@ class Attachment(ShowsFigures, RemovedAtEnd):
         """
         if self.state is not State.RUNNING:
             return None
-        unseen_bytes = 0 if self.is_compiled else self._room.account.measured_bytes()
-        if self._shaped is not None and self._served is not None:
-            unseen_bytes = self._shaped.measured_bytes(self._served)
+        unseen_bytes = 0 if self.is_compiled else self._known.room.account.measured_bytes()
+        if self._known.shaped is not None and self._known.served is not None:
+            unseen_bytes = self._known.shaped.measured_bytes(self._known.served)
         return TrainingFigures.of(
             self._current_plan, unseen_bytes=unseen_bytes, measured_peak_bytes=self._steps.peak_bytes
         )
@@ -357,7 +307,7 @@ class Attachment(ShowsFigures, RemovedAtEnd):
             each.remove()
         self._release_state()
         if self.state is State.MEASURING:
-            self.state = State.UNTRACED
+            self._known.state = State.UNTRACED
 
     # Events
 
@@ -397,8 +347,8 @@ class Attachment(ShowsFigures, RemovedAtEnd):
             if error.own is not None:
                 self._steps.raise_unless_it_fails(error.own)
         if self.state is State.RUNNING:
-            self._served = situation.shapes
-            self._steps.meter_if_new(args, kwargs, situation, self._metered)
+            self._known.served = situation.shapes
+            self._steps.meter_if_new(args, kwargs, situation, self._known.metered)
 
     def _is_waiting(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Return True if nothing is planned yet and this call trains no parameter. A loop may freeze the model for a while, for
@@ -414,7 +364,7 @@ class Attachment(ShowsFigures, RemovedAtEnd):
     def _watch_parts(self) -> None:
         """Follow the steps too that call the model's regions, and not the model."""
         if not self.is_compiled:
-            self._steps.watch_parts(find_regions(self.model, self._options.regions))
+            self._steps.watch_parts(find_regions(self.model, self._known.options.regions))
 
     def _before_parts(self, part: str, args: tuple[Any, ...], kwargs: dict[str, Any], situation: Situation) -> None:
         """Runs before a step that calls parts of the model, and not the model. Its batch is unknown, so it runs under the plan
@@ -422,13 +372,13 @@ class Attachment(ShowsFigures, RemovedAtEnd):
         """
         if self.state is not State.RUNNING or is_capturing(self._steps.device.type):
             return
-        if self._shaped is not None:
-            self._run(self._shaped.choose_unseen(situation.shapes))
+        if self._known.shaped is not None:
+            self._run(self._known.shaped.choose_unseen(situation.shapes))
             levels = self._steps.levels
-            levels.expected_forward_bytes, levels.expected_peak_bytes = self._shaped.expected()
-        self._served = None
+            levels.expected_forward_bytes, levels.expected_peak_bytes = self._known.shaped.expected()
+        self._known.served = None
         self._work.begin_step(part)
-        self._steps.meter_if_new(args, kwargs, situation, self._metered)
+        self._steps.meter_if_new(args, kwargs, situation, self._known.metered)
 
     def _events(self, call: TrainingCall) -> Iterator[TrainingEvent]:
         """Find the events to react to before a training call, and yield them one by one. A reaction may change the state, so
@@ -450,19 +400,21 @@ class Attachment(ShowsFigures, RemovedAtEnd):
         """Return the most important event since the last plan was made (such as new optimizer state), or ``None`` if nothing
         has changed.
         """
-        planner, situation = self._traced_step.planner, call.situation
+        planner, situation = self._planned_step.planner, call.situation
         begins = self._steps.is_between_steps
-        if not (self._has_ladder or self.is_compiled or any(covers(each, situation.shapes) for each in self._shapes)):
+        if not (
+            self._has_ladder or self.is_compiled or any(covers(each, situation.shapes) for each in self._known.shapes)
+        ):
             return TrainingEvent.LARGER_BATCH
-        if self._traces_left and begins:
+        if self._known.traces_left and begins:
             return TrainingEvent.RAN_MORE
-        if self._corrected is not None:
+        if self._known.corrected is not None:
             return TrainingEvent.EXCEEDED
         if situation.in_flight > planner.in_flight:
             return TrainingEvent.MORE_FORWARDS
         if begins and self._has_fewer_forwards(planner.in_flight):
             return TrainingEvent.FEWER_FORWARDS
-        if self._counted.is_behind(self._watch):
+        if self._known.counted.is_behind(self._watch):
             return TrainingEvent.NEW_STATE
         if begins and self._is_held_changed():
             return TrainingEvent.LOOP_HOLDS
@@ -477,7 +429,7 @@ class Attachment(ShowsFigures, RemovedAtEnd):
         self._steps.forget()
         # The ranks stopped in different calls, but the number of the call names their exchanges.
         self._exchange = 0
-        self._traces.begin_anew()
+        self._known.traces.begin_anew()
         if not self._watch.is_settled:
             self._watch_optimizer()
         return bool(self._react(TrainingEvent.OUT_OF_MEMORY, is_own=is_own))
@@ -487,13 +439,13 @@ class Attachment(ShowsFigures, RemovedAtEnd):
 
         Return ``None`` before there is a plan, and if only other ranks ran out of memory.
         """
-        if self._traced is None:
+        if self._known.traced is None:
             return None
-        planner, measured_bytes = self._traced.planner, self._room.account.measured_bytes()
-        if self._shaped is not None:
+        planner, measured_bytes = self._known.traced.planner, self._known.room.account.measured_bytes()
+        if self._known.shaped is not None:
             if not is_own:
                 return None
-            planner, measured_bytes = self._shaped.current_planner() or (planner, measured_bytes)
+            planner, measured_bytes = self._known.shaped.current_planner() or (planner, measured_bytes)
         return floor_of(planner, measured_bytes, is_optimizer=is_optimizer)
 
     def _optimizer_stepped(self) -> None:
@@ -503,7 +455,7 @@ class Attachment(ShowsFigures, RemovedAtEnd):
         self._steps.graphs.abandon()
         # New state raises every step's peak, so all situations are measured again. A compiled plan counts the state ahead.
         if not self._watch.is_settled and not self.is_compiled:
-            self._metered = MeteredSituations()  # all situations are new again
+            self._known.metered = MeteredSituations()  # all situations are new again
         if self._calls == 0 and every_gradient(self.model):
             # The first such step may have begun before attach was called.
             self._unseen_steps += 1
@@ -514,46 +466,8 @@ class Attachment(ShowsFigures, RemovedAtEnd):
 
     def know_nothing(self) -> None:
         """Forget all plans and measurements, so that the next call is treated as the first one."""
-        self._options = self._asked
-        """The options with the tiles that were chosen for the traced step."""
-        self.state = State.UNTRACED
-        self._traced: FirstStep | None = None
-        self._shaped: ShapePlans | None = None
-        """The ladder (plans with different peaks) that each call chooses its plan from. None until the first plan for the
-        budget is made, and None if the options do not allow a ladder.
-        """
-        self._traces = JointTraces(self.agreement, self.model)
-        self._shapes: list[Shapes] = []
-        """Shapes that were traced, or that run under the plan of all ranks."""
-        self._served = None
-        """The shapes that the current plan was last chosen for."""
-        self._tries, self._carried = 0, Carried()
-        """How many steps were begun in order to measure them at the lowest peak, and what the loop carries between them."""
-        self._is_over = False
-        """Whether these steps exceed the budget, because no plan is below it and a refusal needs their measurement."""
-        self._tried_bytes = self._tried_rest_bytes = 0
-        """The highest peak of these steps, and their highest peak after backward, on the rank where it was highest."""
-        self._is_mixed = False
-        """True if the forwards of the running or the measured step have had plans for different numbers of forwards."""
-        self._room = PlanRoom(MemoryAccount(withheld=self._room.account.withheld))
-        self._held_at_plan_bytes = 0
-        """Bytes that the training loop held when the step that plans were made from began, or when it ended if that is more."""
-        self._corrected: MemoryAccount | None = None
-        """The account that counts a step's overshoot of the budget. It is used when plans are made next."""
-        self._traces_left = self._ran_more_bytes = 0
-        """How many more steps to trace in the search for one that runs as many operations as the step whose peak was
-        ``_ran_more_bytes``.
-        """
-        self._said_parts_bytes = 0
-        """The highest peak that a warning named of steps that call parts of the model; 1 if a warning named no peak."""
-        self._said_overrun = "", 0
-        """The cause and the peak in bytes of the last overrun that a warning named."""
-        self._fewer = FewerForwards()
-        self._counted, self._metered = CountedState(), MeteredSituations()
-        self._planned_frozen: frozenset[str] = frozenset()
-        """The names of the parameters that were frozen when plans were made."""
-        self._seen: set[object] = set()
-        """The effects (``Plan.effect``, what a plan decides) of all plans that have run before."""
+        room = PlanRoom(MemoryAccount(withheld=self._known.room.account.withheld))
+        self._known = Knowledge(self._asked, JointTraces(self.agreement, self.model), room)
 
     def recall(self) -> None:
         """Called if parameters are trained that were frozen when plans were made. If the same parameters were trained earlier,
@@ -566,13 +480,12 @@ class Attachment(ShowsFigures, RemovedAtEnd):
             return
         if self._work.has_moved():
             self._remembered.clear()
-        elif self._traced is not None:
-            known = {name: getattr(self, name) for name in _KNOWLEDGE}
-            known["measured"], known["plan"] = self._steps.measured, self._work.plan
+        elif self._known.traced is not None:
             if self.state is State.MEASURING:
                 self._watch.remove()  # it has seen the measured step, and must not see steps of other parameters
-            self._remembered.pop(self._planned_frozen, None)
-            self._remembered[self._planned_frozen] = known
+            left = Remembered(self._known, self._watch, self._steps.measured, self._work.plan)
+            self._remembered.pop(self._known.frozen, None)
+            self._remembered[self._known.frozen] = left
             while len(self._remembered) > _MOST_REMEMBERED:
                 del self._remembered[next(iter(self._remembered))]
         frozen = _frozen(self.model)
@@ -583,21 +496,19 @@ class Attachment(ShowsFigures, RemovedAtEnd):
         if found is None:
             self.know_nothing()
             return
-        known = self._remembered.pop(found)
-        withheld = self._room.account.withheld
-        watch, self._steps.measured, plan = self._watch, known.pop("measured"), known.pop("plan")
-        for name, value in known.items():
-            setattr(self, name, value)
-        self._room.account = self._room.account.withholding(withheld)
+        withheld = self._known.room.account.withheld
+        remembered = self._remembered.pop(found)
+        self._known, self._steps.measured = remembered.knowledge, remembered.measured
+        self._known.room.account = self._known.room.account.withholding(withheld)
         self._steps.is_reordered = False
         self._steps.note_frozen()
         if self.state is State.RUNNING:
-            self._watch = watch
             self._count_all_state()
-        else:
-            watch.remove()  # the account is made from the remembered watch
-        if plan is not None:
-            self._run(plan)  # the plan in force was made for the other parameters
+        else:  # the account is made from the remembered watch
+            self._watch.remove()
+            self._watch = remembered.watch
+        if remembered.plan is not None:
+            self._run(remembered.plan)  # the plan in force was made for the other parameters
 
     def _count_all_state(self) -> None:
         """Count the state that optimizers have made while other parameters were trained, and observe their steps."""
@@ -606,8 +517,8 @@ class Attachment(ShowsFigures, RemovedAtEnd):
             self._watch = OptimizerWatch(
                 optimized_parameters(self.model), optimizers, after_step=self._optimizer_stepped
             )
-        new_bytes = self._counted.take_found(self._watch.bytes_now)
-        self._room.account = self._room.account.adding_state(new_bytes)
+        new_bytes = self._known.counted.take_found(self._watch.bytes_now)
+        self._known.room.account = self._known.room.account.adding_state(new_bytes)
 
     def give_up(self, error: BaseException) -> None:
         """Called if a call failed before the plan for the budget existed. Stop managing the model if planning itself failed.
@@ -615,7 +526,7 @@ class Attachment(ShowsFigures, RemovedAtEnd):
         """
         self._progress("stopped", 1.0)
         if isinstance(error, PlimsollError):
-            self.state = State.GIVEN_UP
+            self._known.state = State.GIVEN_UP
             # Within `step`, the step may run again, and is planned then. If it does not, `step` removes everything.
             if not self._retry.is_running:
                 self.remove()
@@ -629,7 +540,7 @@ class Attachment(ShowsFigures, RemovedAtEnd):
         runs once more under the same plan.
         """
         if self.state is State.GIVEN_UP:
-            self.state = State.UNTRACED  # the step begins again, and so does planning
+            self._known.state = State.UNTRACED  # the step begins again, and so does planning
         return self._no_rank_tightens() if self._has_ladder else False
 
     # Reactions: untraced
@@ -642,11 +553,11 @@ class Attachment(ShowsFigures, RemovedAtEnd):
 
     def _begin(self, call: TrainingCall) -> None:
         """Trace a call and make the plan for it. If the current plan is enough for the call, keep that plan."""
-        self._shapes.append(call.situation.shapes)
+        self._known.shapes.append(call.situation.shapes)
         self._steps.note_frozen()
-        self._planned_frozen = _frozen(self.model)
+        self._known.frozen = _frozen(self.model)
         self._watch_parts()
-        self._traces = JointTraces(self.agreement, self.model)
+        self._known.traces = JointTraces(self.agreement, self.model)
         if isinstance(self._source, CompiledStep):
             self._begin_compiled(call, self._source)
         else:
@@ -660,21 +571,21 @@ class Attachment(ShowsFigures, RemovedAtEnd):
         self._progress.write()  # compiling takes seconds
         with self._tracing():
             planner, plan, unseen_bytes = source.plan(
-                self.agreement, self._task(call), self._options, self._budget, accumulates=accumulates
+                self.agreement, self._task(call), self._known.options, self._budget, accumulates=accumulates
             )
-        self._traced = FirstStep(planner.alone(), call.situation.shapes, accumulates)
+        self._known.traced = PlannedStep(planner.alone(), call.situation.shapes, accumulates)
         self._watch_optimizer()
-        self._counted.begin(self._watch, plan)
-        self._metered = MeteredSituations([planned_situation(plan.signature, plan.in_flight)])
-        withheld = self._room.account.withheld
-        self._room.account = MemoryAccount(outside_model=unseen_bytes, withheld=withheld)
-        self._run_from_now_on(self._traced, plan)
+        self._known.counted.begin(self._watch, plan)
+        self._known.metered = MeteredSituations([planned_situation(plan.signature, plan.in_flight)])
+        withheld = self._known.room.account.withheld
+        self._known.room.account = MemoryAccount(outside_model=unseen_bytes, withheld=withheld)
+        self._run_from_now_on(self._known.traced, plan)
 
     def _begin_eager(self, call: TrainingCall) -> None:
         """Trace the call, apply the plan with the lowest peak, and begin to measure the step. If the current plan is enough for
         the call, only keep it.
         """
-        if self._traced is None:
+        if self._known.traced is None:
             self._progress.begin("tracing")
         task = dataclasses.replace(self._task(call), optimizer=optimizer_in_view(self.model, self._optimizer))
         with self._tracing():
@@ -684,36 +595,35 @@ class Attachment(ShowsFigures, RemovedAtEnd):
                 task,
                 budget=self._budget,
                 optimizer_is_optional=task.optimizer is not self._optimizer,
-                taken_bytes=self._room.account.total_bytes() + self._steps.waiting_bytes,
+                taken_bytes=self._known.room.account.total_bytes() + self._steps.waiting_bytes,
             )
-            report = part_of(self._progress, 0.0, 0.5) if self._traced is None else silent
-            planner, error_scale = planned(options=self._options, progress=report)
-            if self._options.may_tile and self._traced is None:
+            report = part_of(self._progress, 0.0, 0.5) if self._known.traced is None else silent
+            planner, error_scale = planned(options=self._known.options, progress=report)
+            if self._known.options.may_tile and self._known.traced is None:
                 planner = with_best_tiles(planner, task, lambda options: planned(options=options)[0])
-                self._options = planner.options  # later steps run in the same tiles
-            if self._options.may_offload_state and self._traced is None:
+                self._known.options = planner.options  # later steps run in the same tiles
+            if self._known.options.may_offload_state and self._known.traced is None:
                 planner = with_offloaded_state(planner, task)
-                self._options = planner.options  # later steps offload the same state
-            traced = FirstStep(
+                self._known.options = planner.options  # later steps offload the same state
+            traced = PlannedStep(
                 planner,
                 call.situation.shapes,
                 call.situation.accumulates,
                 error_scale=error_scale,
                 batch_bytes=self._steps.held.batch_bytes,
             )
-            if self._traced is not None and self._is_enough_for(traced, self._traced):
-                self._traced = dataclasses.replace(traced, planner=self._traced.planner)
+            if self._known.traced is not None and self._is_enough_for(traced, self._known.traced):
+                self._known.traced = dataclasses.replace(traced, planner=self._known.traced.planner)
                 return
-            planner.wait_for(1 if self._traced is None else self._traced.planner.in_flight)
+            planner.wait_for(1 if self._known.traced is None else self._known.traced.planner.in_flight)
             lowest = self._lowest_to_measure(planner, task, error_scale)
-            if not self._is_over:
+            if not self._known.lowest.is_over:
                 self._log_trial(planner, task, "the plan with the lowest peak")
-        self._traced = traced
+        self._known.traced = traced
         if self._work.has_moved():
             self._work.remove()
         self._run(lowest)
-        self.state, self._tries, self._is_mixed = State.MEASURING, 0, False
-        self._tried_bytes = self._tried_rest_bytes = 0
+        self._known.state, self._known.is_mixed = State.MEASURING, False
         self._progress("measuring the first step", 0.6)
         self._measure(call)
 
@@ -727,7 +637,7 @@ class Attachment(ShowsFigures, RemovedAtEnd):
         Raises:
             BudgetBelowFloor: the peak exceeds the budget, and the device may be too small for the step.
         """
-        self._is_over = False
+        self._known.lowest = LowestSteps()
         try:
             return planner.lowest_allowed(task.step, error_scale)
         except BudgetBelowFloor as error:
@@ -739,10 +649,10 @@ class Attachment(ShowsFigures, RemovedAtEnd):
                 raise
             # Its frames hold the tensors of a trial, which the measured step would count.
             error.__context__ = error.with_traceback(None).__cause__ = None
-            self._is_over = True
+            self._known.lowest.is_over = True
             return lowest
 
-    def _is_enough_for(self, traced: FirstStep, earlier: FirstStep) -> bool:
+    def _is_enough_for(self, traced: PlannedStep, earlier: PlannedStep) -> bool:
         """Return True if the current plan can stay. On each rank, the traced step must need at most as much memory as the step
         that the plan was made for, and the plan must keep it within the budget.
         """
@@ -753,7 +663,7 @@ class Attachment(ShowsFigures, RemovedAtEnd):
             and takes_less
             and self.state is State.RUNNING
             and not self._work.has_moved()
-            and planner.is_kept_by(self._work.plan, self._room.account.measured_bytes())
+            and planner.is_kept_by(self._work.plan, self._known.room.account.measured_bytes())
         )
         return self.agreement.every("enough", holds=is_kept)
 
@@ -764,13 +674,13 @@ class Attachment(ShowsFigures, RemovedAtEnd):
         that plan. Otherwise measure this step.
         """
         with self.agreement:
-            self._calibrate(call, self._traced_step)
+            self._calibrate(call, self._planned_step)
 
-    def _calibrate(self, call: TrainingCall, traced: FirstStep) -> None:
+    def _calibrate(self, call: TrainingCall, traced: PlannedStep) -> None:
         situation = call.situation
         here = Calibration(
             signature=str(facts_of(self._task(call))),
-            is_new=not any(covers(known, situation.shapes) for known in self._shapes),
+            is_new=not any(covers(known, situation.shapes) for known in self._known.shapes),
             is_same=situation.shapes == traced.shapes,
             is_measured=self._steps.is_between_steps and self._steps.measured is not None,
             in_flight=situation.in_flight,
@@ -782,7 +692,7 @@ class Attachment(ShowsFigures, RemovedAtEnd):
             # backward took 1.5 times the budget, where the plan for three keeps to it.
             traced.planner.wait_for(in_flight)
             self._run(traced.planner.lowest_for_now(traced.error_scale))
-            self._is_mixed = True
+            self._known.is_mixed = True
         # Once a step is measured, a ladder derives plans for other shapes. Otherwise a larger batch must be measured itself.
         can_follow = self._has_ladder and all(each.is_measured for each in everyone)
         if all(each.is_new for each in everyone) and len({each.signature for each in everyone}) == 1 and not can_follow:
@@ -790,7 +700,7 @@ class Attachment(ShowsFigures, RemovedAtEnd):
             return
         if here.is_new and not can_follow:
             self._stay(situation)
-        is_due = self._tries == _MOST_TRIES and self._steps.is_between_steps
+        is_due = self._known.lowest.tries == _MOST_TRIES and self._steps.is_between_steps
         if all(each.is_measured for each in everyone) or is_due:
             has_trial = not can_follow or all(each.is_same for each in everyone)
             joins = situation.accumulates and not traced.accumulates
@@ -817,13 +727,13 @@ class Attachment(ShowsFigures, RemovedAtEnd):
         The share was chosen for the traced step. The loop's own step may need more: a loss outside of the model, or gradients
         that wait.
         """
-        if not self._options.may_offload_state:
+        if not self._known.options.may_offload_state:
             return False
         task = dataclasses.replace(self._task(call), optimizer=optimizer_in_view(self.model, self._optimizer))
-        most = most_offloaded(self._traced_step.planner, task)
-        if most is None or most.chunks == (self._options.state and self._options.state.chunks):
+        most = most_offloaded(self._planned_step.planner, task)
+        if most is None or most.chunks == (self._known.options.state and self._known.options.state.chunks):
             return False
-        self._options = dataclasses.replace(self._options, state=most)
+        self._known.options = dataclasses.replace(self._known.options, state=most)
         self._begin(call)
         return True
 
@@ -831,17 +741,17 @@ class Attachment(ShowsFigures, RemovedAtEnd):
         """Measure the step that begins with this call. If this call is within a step that has already begun, do nothing."""
         if not self._steps.is_between_steps:
             return
-        self._tries += 1
+        self._known.lowest.tries += 1
         self._watch_optimizer()
-        if self._tries == 1:
-            self._carried.note_before(self._steps.device)
-        self._held_at_plan_bytes = self._steps.held.bytes
+        if self._known.lowest.tries == 1:
+            self._known.lowest.carried.note_before(self._steps.device)
+        self._known.held_at_plan_bytes = self._steps.held.bytes
         # Count what the loop has kept since the first measurement. Without that, a sharpness-aware loop, whose perturbations
         # exist before its second step begins, trained at 1.15 times its budget.
-        carried = self._carried if self._tries > 1 else None
+        carried = self._known.lowest.carried if self._known.lowest.tries > 1 else None
         self._steps.meter(call.args, call.kwargs, carried, with_optimizer=True)
 
-    def _settle(self, traced: FirstStep, task: TrainingTask | None, in_flight: int) -> None:
+    def _settle(self, traced: PlannedStep, task: TrainingTask | None, in_flight: int) -> None:
         """Make the plan for the budget, after the first step was measured. Measured bytes that the trace does not contain are
         added to the account.
 
@@ -853,11 +763,11 @@ class Attachment(ShowsFigures, RemovedAtEnd):
         Raises:
             BudgetBelowFloor: the measured peak of the lowest plan exceeds the budget.
         """
-        planner, lowest = traced.planner, self._work.plan
+        planner, lowest, tried = traced.planner, self._work.plan, self._known.lowest
         measured, self._steps.measured = self._steps.measured, None
         assert lowest is not None
         assert planner.budget_bytes is not None
-        if measured is not None and not self._is_over:
+        if measured is not None and not tried.is_over:
             peak_bytes = max(measured.step_peak_bytes, measured.optimizer_peak_bytes) + self._watch.bytes_before
             if peak_bytes > planner.budget_bytes:
                 why = "this step was traced and recorded before Plimsoll had measured a whole step"
@@ -866,23 +776,23 @@ class Attachment(ShowsFigures, RemovedAtEnd):
                         f"{in_flight} forwards of the model waited for one backward, which only the last of them shows"
                     )
                 log_planning_overrun(peak_bytes, planner.budget_bytes, why, "the plan counts what this step has shown")
-        if self._is_mixed and measured is not None and self._tries < _MOST_TRIES:
+        if self._known.is_mixed and measured is not None and tried.tries < _MOST_TRIES:
             # The first forwards of this step ran under plans for fewer forwards. Measure a step under one plan: such a loop was
             # refused below 16.5 MiB where it needs 10.
-            self._is_mixed = False
+            self._known.is_mixed = False
             return
         if in_flight > planner.in_flight:
             planner.wait_for(in_flight)
             lowest = planner.lowest(traced.error_scale)
         own = planner.own(lowest)
         self._watch.count_running()
-        self._counted.begin(self._watch, own)
-        recording_bytes = planner.recording_bytes if self._tries == 1 else 0  # only the first step recorded the plan
+        self._known.counted.begin(self._watch, own)
+        recording_bytes = planner.recording_bytes if tried.tries == 1 else 0  # only the first step recorded the plan
         was_blocked = self._steps.was_blocked
         taken, measured_bytes = taken_beside(measured, self._watch, own, recording_bytes, was_blocked=was_blocked)
-        self._room.account = dataclasses.replace(
-            self._room.account,
-            optimizer_state=self._counted.bytes - planned_state_bytes(own),
+        self._known.room.account = dataclasses.replace(
+            self._known.room.account,
+            optimizer_state=self._known.counted.bytes - planned_state_bytes(own),
             waiting_gradients=taken.lasting_bytes,
         ).measuring(measured_bytes)
         if measured is not None:
@@ -892,32 +802,32 @@ class Attachment(ShowsFigures, RemovedAtEnd):
             planner.count_loss(own, measured.loss_peak_bytes - (measured_bytes - taken.lasting_bytes - state_bytes))
         floor_bytes = planner.ranks.worst_bytes(taken.bytes)
         most_bytes = planner.ranks.worst_bytes(taken.most_bytes)
-        self._tried_bytes = max(self._tried_bytes, floor_bytes)
-        self._tried_rest_bytes = max(self._tried_rest_bytes, planner.ranks.worst_bytes(taken.optimizer_bytes))
+        tried.peak_bytes = max(tried.peak_bytes, floor_bytes)
+        tried.rest_bytes = max(tried.rest_bytes, planner.ranks.worst_bytes(taken.optimizer_bytes))
         # No activations are left when the optimizer steps, so no plan lowers that peak.
-        if self._tried_rest_bytes > planner.budget_bytes:
+        if tried.rest_bytes > planner.budget_bytes:
             # What the step has left behind may be freed before the next peak, so measure the next step too. A MAML loop was
             # refused below a budget above its unmanaged peak.
-            if most_bytes > floor_bytes and self._tries < (_MOST_OVER if self._is_over else _MOST_TRIES):
+            if most_bytes > floor_bytes and tried.tries < (_MOST_OVER if tried.is_over else _MOST_TRIES):
                 return
-            is_optimizer = self._tried_rest_bytes >= floor_bytes or not self._is_over
+            is_optimizer = tried.rest_bytes >= floor_bytes or not tried.is_over
             raise planner.refusal(lowest, self._refused_bytes(most_bytes), is_optimizer=is_optimizer)
         try:
             plan = self._confirmed(traced, task)
         except BudgetBelowFloor as error:
             if floor_bytes > planner.budget_bytes:
-                if self._is_over and most_bytes > _SURE * floor_bytes and self._tries < _MOST_OVER:
+                if tried.is_over and most_bytes > _SURE * floor_bytes and tried.tries < _MOST_OVER:
                     return  # measure the next step: it begins with the bytes that this one left behind
                 raise planner.refusal(lowest, self._refused_bytes(most_bytes)) from error
-            if most_bytes > planner.budget_bytes and self._tries < _MOST_TRIES:
+            if most_bytes > planner.budget_bytes and tried.tries < _MOST_TRIES:
                 # `most_bytes` is an estimate: this step recorded the plan, and began without what it left behind. Measure a
                 # step that begins with those bytes and does not record.
                 return
             plan = msgspec.structs.replace(planner.lowest(traced.error_scale), budget_bytes=planner.budget_bytes)
         if self._has_ladder:
-            self._traced = traced = dataclasses.replace(traced, planner=planner.alone())
+            self._known.traced = traced = dataclasses.replace(traced, planner=planner.alone())
         # What the measured step left behind is in the account too.
-        self._held_at_plan_bytes = max(self._held_at_plan_bytes, self._steps.held.bytes)
+        self._known.held_at_plan_bytes = max(self._known.held_at_plan_bytes, self._steps.held.bytes)
         self._run_from_now_on(traced, plan)
         if not (
             self._watch.is_watching or self._watch.is_settled
@@ -933,34 +843,35 @@ class Attachment(ShowsFigures, RemovedAtEnd):
         If the steps exceeded the budget, a hundredth is added: the first steps under the named budget are traced for it and may
         differ by some KiB (0.4% of a model of 1.7 MiB).
         """
-        bytes_ = most_bytes if self._tries == 1 else self._tried_bytes
-        return bytes_ + bytes_ // 100 if self._is_over else bytes_
+        tried = self._known.lowest
+        bytes_ = most_bytes if tried.tries == 1 else tried.peak_bytes
+        return bytes_ + bytes_ // 100 if tried.is_over else bytes_
 
-    def _run_from_now_on(self, traced: FirstStep, plan: Plan) -> None:
+    def _run_from_now_on(self, traced: PlannedStep, plan: Plan) -> None:
         """Apply the first plan for the budget. If there is a ladder (plans with falling peaks), begin it with this plan, and
         later calls choose from it.
         """
         if self._has_ladder:
             # A replay runs no collective, so ranks may run different plans. Only traces with collectives need other ranks.
-            company = self._traces.among(traced.planner.trace)
-            self._shaped = ShapePlans(
-                self._options,
+            company = self._known.traces.among(traced.planner.trace)
+            self._known.shaped = ShapePlans(
+                self._known.options,
                 self._optimizer,
                 self._tracing,
                 company,
-                self._room,
+                self._known.room,
                 lambda: self._steps.waiting_bytes,
                 accumulates=traced.accumulates,
                 may_refuse=self.agreement.size == 1,
             )
-            with self._traces.together():
-                self._shaped.begin(traced.shapes, traced.planner, plan)
+            with self._known.traces.together():
+                self._known.shaped.begin(traced.shapes, traced.planner, plan)
         self._run(plan)
-        self._is_mixed = self._steps.is_reordered = False  # what was noticed before is in this plan
-        self.state = State.RUNNING
+        self._known.is_mixed = self._steps.is_reordered = False  # what was noticed before is in this plan
+        self._known.state = State.RUNNING
         self._progress("done", 1.0)
 
-    def _confirmed(self, traced: FirstStep, task: TrainingTask | None) -> Plan:
+    def _confirmed(self, traced: PlannedStep, task: TrainingTask | None) -> Plan:
         """Solve the plan for the budget and return it. If possible, run it once to check its peak. That run also records the
         plan's regions (managed module calls).
         """
@@ -976,7 +887,7 @@ class Attachment(ShowsFigures, RemovedAtEnd):
         step = dataclasses.replace(task, optimizer=optimizer_in_view(self.model, self._optimizer)).step()
 
         def resolve(measured_bytes: int) -> Plan:
-            self._room.account = self._room.account.measuring(measured_bytes)
+            self._known.room.account = self._known.room.account.measuring(measured_bytes)
             return self._solve_for_budget(traced)
 
         # Keep what the trial records. With records of its own, the trial and the next step recorded every region again, which
@@ -984,8 +895,8 @@ class Attachment(ShowsFigures, RemovedAtEnd):
         planner.managing = self._work.trying if self.agreement.size == 1 else None
         kept = globals_kept(self.model.modules())
         with self._steps.looking_away(), kept, contextlib.nullcontext() if planner.managing else self._work.paused():
-            account = self._room.account
-            seen_bytes = planner.mistake_bytes + (planner.recording_bytes if self._tries == 1 else 0)
+            account = self._known.room.account
+            seen_bytes = planner.mistake_bytes + (planner.recording_bytes if self._known.lowest.tries == 1 else 0)
             # Existing gradients are in the measurement (the step left them behind) and in the trial: do not count them twice.
             seen_bytes += min(account.waiting_gradients, step.gradient_bytes())
             planner.tried_bytes = 0  # the trial of the lowest plan was logged already
@@ -1000,12 +911,12 @@ class Attachment(ShowsFigures, RemovedAtEnd):
                 # The trial of an Informer exceeded the budget by 15 to 22%.
                 self._log_trial(planner, task, "a plan for the budget")
 
-    def _has_room_to_try(self, traced: FirstStep, plan: Plan, task: TrainingTask | None) -> bool:
+    def _has_room_to_try(self, traced: PlannedStep, plan: Plan, task: TrainingTask | None) -> bool:
         """Return True if a trial of the plan, with the copies that it makes, stays within the budget.
 
         Without a trial, the next step shows the peak of the plan, because that step is measured.
         """
-        taken_bytes = plan.predicted_peak_bytes + self._room.account.measured_bytes()
+        taken_bytes = plan.predicted_peak_bytes + self._known.room.account.measured_bytes()
         taken_bytes += self._copied_bytes(traced.planner, task)
         return taken_bytes <= (traced.planner.budget_bytes or 0)
 
@@ -1021,8 +932,8 @@ class Attachment(ShowsFigures, RemovedAtEnd):
 
     def _left_bytes(self) -> int:
         """Return the bytes that the measured first step left behind and that a trial does not count: all but gradients."""
-        waiting_bytes = self._room.account.waiting_gradients
-        if self._traced is not None and not self._traced.accumulates:
+        waiting_bytes = self._known.room.account.waiting_gradients
+        if self._known.traced is not None and not self._known.traced.accumulates:
             trained = [each for each in every_parameter(self.model) if each.requires_grad]
             waiting_bytes -= storage_bytes(trained, self._steps.device)  # this step made the gradients
         return max(0, waiting_bytes)
@@ -1041,13 +952,13 @@ class Attachment(ShowsFigures, RemovedAtEnd):
         """Apply the cheapest plan of the ladder (plans with falling peaks) that keeps a batch of this shape within the
         budget.
         """
-        if self._shaped is None:
+        if self._known.shaped is None:
             return
-        self._shaped.wait_for(self._traced_step.planner.in_flight)
+        self._known.shaped.wait_for(self._planned_step.planner.in_flight)
         task = functools.partial(self._task, call)
-        self._run(self._traces.plan_for(self._exchange, call.situation.shapes, self._shaped, task))
+        self._run(self._known.traces.plan_for(self._exchange, call.situation.shapes, self._known.shaped, task))
         levels = self._steps.levels
-        levels.expected_forward_bytes, levels.expected_peak_bytes = self._shaped.expected()
+        levels.expected_forward_bytes, levels.expected_peak_bytes = self._known.shaped.expected()
 
     def grow(self, call: TrainingCall) -> None:
         """Called if this rank's batch may need more memory than all earlier ones. If all ranks have such a batch in this call,
@@ -1065,8 +976,8 @@ class Attachment(ShowsFigures, RemovedAtEnd):
         """Keep the plan that all ranks share and warn, because this rank's batch is larger than the batches that the plan is
         for.
         """
-        self._shapes.append(situation.shapes)
-        self._metered.know(situation)
+        self._known.shapes.append(situation.shapes)
+        self._known.metered.know(situation)
         warn_of_larger(situation)
 
     def trace_again(self, call: TrainingCall) -> None:
@@ -1075,40 +986,40 @@ class Attachment(ShowsFigures, RemovedAtEnd):
 
         After `_MOST_TRACED_AGAIN` traces without such a call, subtract the measured overshoot from the budget instead.
         """
-        self._traces_left -= 1
+        self._known.traces_left -= 1
         try:
             self._begin(call)
         except BudgetBelowFloor as error:
-            self._traces_left = 0
+            self._known.traces_left = 0
             warn_of_floor(error, "a forward runs more operations than were planned for")
         if self.state is State.MEASURING:
-            self._traces_left = 0
-        elif not self._traces_left and self._shaped is not None:
-            self._shaped.note_peak(self._ran_more_bytes)
+            self._known.traces_left = 0
+        elif not self._known.traces_left and self._known.shaped is not None:
+            self._known.shaped.note_peak(self._known.ran_more_bytes)
 
     def correct_account(self) -> None:
         """Called when a step has ended. If the step exceeded the budget, warn, and add the overshoot to the account, so that
         later plans are tighter.
         """
-        planner, plan = self._traced_step.planner, self._current_plan
-        limit_bytes = (planner.own_budget_bytes or 0) - self._room.account.withheld
-        peak_bytes, cause = self._steps.take_peak(self._state_bytes(), self._metered, limit_bytes)
-        is_mixed, self._is_mixed = self._is_mixed, False
+        planner, plan = self._planned_step.planner, self._current_plan
+        limit_bytes = (planner.own_budget_bytes or 0) - self._known.room.account.withheld
+        peak_bytes, cause = self._steps.take_peak(self._state_bytes(), self._known.metered, limit_bytes)
+        is_mixed, self._known.is_mixed = self._known.is_mixed, False
         if self._steps.parts.first:
             self._judge_parts(peak_bytes, limit_bytes)
             return
-        self._fewer.step_ended(self._steps.in_flight, planner.in_flight)
+        self._known.fewer.step_ended(self._steps.in_flight, planner.in_flight)
         self._announce(is_measured=peak_bytes > 0)
         over_bytes = peak_bytes - limit_bytes
         next_ = "later steps are planned for a budget that is smaller by this amount, if some plan needs less"
         # A model whose modules began to run in another order was up to 39% over its budget in every later step.
-        is_other_step = self._metered.has_run_more or self._steps.is_reordered
+        is_other_step = self._known.metered.has_run_more or self._steps.is_reordered
         if over_bytes > 0 and self._work.has_moved():
             is_other_step, cause = True, "modules that the plan manages were replaced by others"
         # A rank cannot trace alone: the trace may run collectives, and the other ranks do not know of it.
-        may_trace = self._shaped is not None and self.agreement.size == 1 and not self.is_compiled
+        may_trace = self._known.shaped is not None and self.agreement.size == 1 and not self.is_compiled
         if may_trace and over_bytes > 0 and is_other_step:
-            self._traces_left, self._ran_more_bytes = _MOST_TRACED_AGAIN, peak_bytes
+            self._known.traces_left, self._known.ran_more_bytes = _MOST_TRACED_AGAIN, peak_bytes
             self._steps.is_reordered = False
             next_ = (
                 f"up to {_MOST_TRACED_AGAIN} steps are traced to find one that runs as much; then plans are made for it"
@@ -1116,26 +1027,26 @@ class Attachment(ShowsFigures, RemovedAtEnd):
         elif is_mixed:
             # The first forwards kept more than the plan for later steps does, so this peak says nothing about those steps.
             next_ = "later steps are planned for as many forwards"
-        elif self._shaped is not None and peak_bytes:
-            self._shaped.note_peak(peak_bytes, self._steps.levels.forward_growth)
+        elif self._known.shaped is not None and peak_bytes:
+            self._known.shaped.note_peak(peak_bytes, self._steps.levels.forward_growth)
         if over_bytes <= 0:
             return
-        if self._shaped is None and self.is_compiled:
+        if self._known.shaped is None and self.is_compiled:
             next_ = "attach with a smaller budget, or leave allow= out: then plans are made for such steps"
-        elif self._shaped is None:
+        elif self._known.shaped is None:
             # Plans are discrete: subtracting only the overshoot may select the same plan again. So subtract the plan's whole
             # error if that is more.
             error_bytes = peak_bytes - predicted_before_optimizer(planner.own(plan))
-            account = self._room.account
-            self._corrected = account.measuring(max(account.measured_bytes() + over_bytes, error_bytes))
-        held_bytes = self._room.account.held_by_loop
+            account = self._known.room.account
+            self._known.corrected = account.measuring(max(account.measured_bytes() + over_bytes, error_bytes))
+        held_bytes = self._known.room.account.held_by_loop
         if held_bytes >= over_bytes:
             # Without these bytes the step would have kept to the budget: a model that was pruned between two steps.
             cause = f"{cause}; since plans were made, the training loop holds {format_bytes(held_bytes)} more"
-        said_cause, said_bytes = self._said_overrun
+        said_cause, said_bytes = self._known.said_overrun
         # A lasting state is said once: quantization that began in mid-run exceeded the lowest plan's peak in every later step.
         if cause != said_cause or is_more(peak_bytes, said_bytes):
-            self._said_overrun = cause, peak_bytes
+            self._known.said_overrun = cause, peak_bytes
             warn_of_overrun(peak_bytes, limit_bytes, cause, next_)
 
     def _announce(self, *, is_measured: bool) -> None:
@@ -1154,11 +1065,11 @@ class Attachment(ShowsFigures, RemovedAtEnd):
         next_ = (
             "call the model itself, model(batch), so that a plan is chosen for its batch; or attach to the called part"
         )
-        if peak_bytes > limit_bytes and is_more(peak_bytes, self._said_parts_bytes):
+        if peak_bytes > limit_bytes and is_more(peak_bytes, self._known.said_parts_bytes):
             warn_of_overrun(peak_bytes, limit_bytes, self._steps.called_parts, next_)
-        elif not self._said_parts_bytes:
-            warn_of_parts(self._steps.called_parts, next_, has_lowest=self._shaped is not None)
-        self._said_parts_bytes = max(self._said_parts_bytes, peak_bytes, 1)
+        elif not self._known.said_parts_bytes:
+            warn_of_parts(self._steps.called_parts, next_, has_lowest=self._known.shaped is not None)
+        self._known.said_parts_bytes = max(self._known.said_parts_bytes, peak_bytes, 1)
 
     def _state_bytes(self) -> int:
         """Return the bytes of optimizer state to add to a measured peak. A compiled plan counts all of this state from its
@@ -1168,19 +1079,19 @@ class Attachment(ShowsFigures, RemovedAtEnd):
 
     def plan_tighter(self, call: TrainingCall) -> None:
         """Plan again, because a step exceeded the budget, or because more forwards than planned now wait for one backward."""
-        planner, waiting = self._traced_step.planner, call.situation.in_flight
-        corrected, self._corrected = self._corrected, None
+        planner, waiting = self._planned_step.planner, call.situation.in_flight
+        corrected, self._known.corrected = self._known.corrected, None
         everyone: list[int] | None = [waiting]
-        if self._shaped is None:
+        if self._known.shaped is None:
             everyone = self.agreement.gathered(f"over the budget in call {self._exchange}", waiting, int)
         if waiting > planner.in_flight:
             warn_of_waiting(waiting, planner.in_flight, is_planned=everyone is not None)
-            self._is_mixed = self._shaped is not None and not self._steps.is_between_steps
+            self._known.is_mixed = self._known.shaped is not None and not self._steps.is_between_steps
         if everyone is not None:
             with self.agreement:
                 planner.wait_for(max(planner.in_flight, *everyone))
                 if corrected is not None:
-                    self._room.account = corrected
+                    self._known.room.account = corrected
                 self._replan("no plan has a lower peak")
 
     def _has_fewer_forwards(self, planned: int) -> bool:
@@ -1188,22 +1099,22 @@ class Attachment(ShowsFigures, RemovedAtEnd):
 
         Always False on ranks that share one plan: they would have to agree before each step.
         """
-        return self._shaped is not None and 0 < self._fewer.enough < planned
+        return self._known.shaped is not None and 0 < self._known.fewer.enough < planned
 
     def plan_for_fewer(self, call: TrainingCall) -> None:
         """Use plans for fewer forwards before one backward again; `choose_plan` follows in the same call."""
-        enough = self._fewer.enough
-        self._fewer.planned_fewer()
-        log_fewer_forwards(enough, self._traced_step.planner.in_flight)
-        self._traced_step.planner.wait_for(enough)
+        enough = self._known.fewer.enough
+        self._known.fewer.planned_fewer()
+        log_fewer_forwards(enough, self._planned_step.planner.in_flight)
+        self._planned_step.planner.wait_for(enough)
 
     def count_state(self, call: TrainingCall) -> None:
         """Add new optimizer state to the account. Ranks that share one plan do so only once the optimizers of all ranks have
         stepped.
         """
-        new_bytes = self._counted.take_new(self._watch)
-        if self._shaped is not None:
-            self._room.account = self._room.account.adding_state(new_bytes)
+        new_bytes = self._known.counted.take_new(self._watch)
+        if self._known.shaped is not None:
+            self._known.room.account = self._known.room.account.adding_state(new_bytes)
             return
         what = f"first step of the optimizer before call {self._exchange}"
         everyone = self.agreement.gathered(what, new_bytes, int)
@@ -1211,7 +1122,7 @@ class Attachment(ShowsFigures, RemovedAtEnd):
             warn_of_state(new_bytes)
         elif any(everyone):
             with self.agreement:
-                self._room.account = self._room.account.adding_state(new_bytes)
+                self._known.room.account = self._known.room.account.adding_state(new_bytes)
                 self._replan(f"the optimizer has {format_bytes(new_bytes)} of new state")
 
     def _is_held_changed(self) -> bool:
@@ -1222,34 +1133,34 @@ class Attachment(ShowsFigures, RemovedAtEnd):
         """
         held = self._steps.held
         if self._calls <= _FIRST_CALLS:
-            self._held_at_plan_bytes = max(self._held_at_plan_bytes, held.bytes)
-        if self._shaped is None and (self.agreement.size > 1 or self.is_compiled):
+            self._known.held_at_plan_bytes = max(self._known.held_at_plan_bytes, held.bytes)
+        if self._known.shaped is None and (self.agreement.size > 1 or self.is_compiled):
             return False
-        found_bytes, known_bytes = self._held_bytes(), self._room.account.held_by_loop
+        found_bytes, known_bytes = self._held_bytes(), self._known.room.account.held_by_loop
         is_other = found_bytes != known_bytes
-        if self._shaped is None:
+        if self._known.shaped is None:
             # Without a ladder every change is solved for, so a difference must be more than noise.
             is_other = is_more(found_bytes, known_bytes) or is_more(known_bytes, found_bytes)
-        return is_other or self._counted.bytes < held.state_bytes
+        return is_other or self._known.counted.bytes < held.state_bytes
 
     def _held_bytes(self) -> int:
         """Return the bytes that the loop holds now, and did not hold when plans were made."""
-        held, traced = self._steps.held, self._traced_step
+        held, traced = self._steps.held, self._planned_step
         batch_bytes = max(0, held.batch_bytes - traced.batch_bytes)
-        return max(0, held.bytes - self._held_at_plan_bytes) + batch_bytes
+        return max(0, held.bytes - self._known.held_at_plan_bytes) + batch_bytes
 
     def count_held(self, call: TrainingCall) -> None:
         """Count in the account the bytes that the training loop holds at the beginning of a step, and plan for them."""
-        new_bytes = self._counted.take_found(self._steps.held.state_bytes)
-        self._room.account = self._room.account.adding_state(new_bytes).holding(self._held_bytes())
+        new_bytes = self._known.counted.take_found(self._steps.held.state_bytes)
+        self._known.room.account = self._known.room.account.adding_state(new_bytes).holding(self._held_bytes())
         self._replan("the training loop holds more than before")
 
     def _is_room_changed(self, situation: Situation) -> bool:
         """Return True if the device has too little free memory for the step. Also return True if the device has had more free
         memory than the limit for several steps.
         """
-        shaped, budget_bytes = self._shaped, self._traced_step.planner.budget_bytes or 0
-        measured_bytes = self._room.account.measured_bytes()
+        shaped, budget_bytes = self._known.shaped, self._planned_step.planner.budget_bytes or 0
+        measured_bytes = self._known.room.account.measured_bytes()
         if shaped is not None:
             measured_bytes = shaped.measured_bytes(situation.shapes)
         return self._pressure.changes(budget_bytes, self._current_plan.predicted_peak_bytes + measured_bytes)
@@ -1257,14 +1168,14 @@ class Attachment(ShowsFigures, RemovedAtEnd):
     def follow_room(self, call: TrainingCall) -> None:
         """Plan for the memory that other programs leave free on the device."""
         self._withhold()
-        if self._shaped is None:
+        if self._known.shaped is None:
             self._replan("something else takes memory on the device")
         else:
-            self._run(self._shaped.choose(call.situation.shapes, self._task(call).signature))
+            self._run(self._known.shaped.choose(call.situation.shapes, self._task(call).signature))
 
     def _withhold(self) -> None:
-        withheld_bytes = self._pressure.withheld_bytes(self._traced_step.planner.budget_bytes or 0)
-        self._room.account = self._room.account.withholding(withheld_bytes)
+        withheld_bytes = self._pressure.withheld_bytes(self._planned_step.planner.budget_bytes or 0)
+        self._known.room.account = self._known.room.account.withholding(withheld_bytes)
 
     def plan_after_out_of_memory(self, *, is_own: bool) -> bool:
         """Called after a step ran out of memory under a plan for the budget. Switch to a plan whose peak is halfway between the
@@ -1272,20 +1183,20 @@ class Attachment(ShowsFigures, RemovedAtEnd):
 
         With a ladder, each rank that ran out of memory takes a plan of its own. Without a ladder, all ranks take the same plan.
         """
-        if self._shaped is not None:
-            tighter = self._shaped.tighten() if is_own else None
+        if self._known.shaped is not None:
+            tighter = self._known.shaped.tighten() if is_own else None
             if tighter is None:
                 return self._no_rank_tightens()
             self._run(tighter)
-            self._pressure.lower((tighter.budget_bytes or 0) - self._room.account.withheld)
+            self._pressure.lower((tighter.budget_bytes or 0) - self._known.room.account.withheld)
             return any(self.agreement.all_of("tighter", True, bool))
-        traced = self._traced_step
+        traced = self._planned_step
         if self.is_compiled:
             return self._no_rank_tightens()
         room_bytes = traced.planner.halfway_bytes(self._current_plan, traced.error_scale)
         if room_bytes is None:
             return False
-        self._pressure.lower(room_bytes + self._room.account.measured_bytes())
+        self._pressure.lower(room_bytes + self._known.room.account.measured_bytes())
         self._withhold()
         self._replan("the step ran out of memory")
         return True
@@ -1297,30 +1208,30 @@ class Attachment(ShowsFigures, RemovedAtEnd):
     # Plans
 
     @property
-    def _traced_step(self) -> FirstStep:
-        assert self._traced is not None, "a step was traced before"
-        return self._traced
+    def _planned_step(self) -> PlannedStep:
+        assert self._known.traced is not None, "a step was traced before"
+        return self._known.traced
 
     @property
     def _current_plan(self) -> Plan:
         assert self._work.plan is not None, "a plan was applied before"
         return self._work.plan
 
-    def _solve_for_budget(self, traced: FirstStep) -> Plan:
+    def _solve_for_budget(self, traced: PlannedStep) -> Plan:
         """Solve the plan for the budget minus the account. Take both from the tightest rank (the rank whose budget leaves the
         least room).
         """
         planner = traced.planner
-        excess_bytes = planner.ranks.excess_bytes(self._room.account.total_bytes())
+        excess_bytes = planner.ranks.excess_bytes(self._known.room.account.total_bytes())
         return planner.solve(planner.budget_bytes, excess_bytes=excess_bytes, error_scale=traced.error_scale)
 
     def _replan(self, why: str) -> None:
         """Solve the plan again, because the account has changed, and apply it. If no plan fits, warn and apply the plan with
         the lowest peak.
         """
-        if self._shaped is not None:
+        if self._known.shaped is not None:
             return  # with a ladder, `choose_plan` follows in the same call
-        traced = self._traced_step
+        traced = self._planned_step
         try:
             plan = self._solve_for_budget(traced)
         except BudgetBelowFloor as error:
@@ -1334,9 +1245,9 @@ class Attachment(ShowsFigures, RemovedAtEnd):
         with self._source.away():
             is_other = self._work.run(plan)
         self._keep_state(plan)
-        if is_other and plan.effect not in self._seen:
-            self._seen.add(plan.effect)
-            self._metered.expect()
+        if is_other and plan.effect not in self._known.seen:
+            self._known.seen.add(plan.effect)
+            self._known.metered.expect()
 
     def _keep_state(self, plan: Plan) -> None:
         """Offload the optimizer state that the plan offloads, and no other."""
@@ -1372,7 +1283,7 @@ class Attachment(ShowsFigures, RemovedAtEnd):
         self._watch = OptimizerWatch(optimized_parameters(self.model), seen, after_step=self._optimizer_stepped)
 
     def _refuse_unready(self, situation: Situation) -> None:
-        if self._served != situation.shapes:
+        if self._known.served != situation.shapes:
             refuse_capture(
                 self._steps.device.type,
                 "A training step without a plan",

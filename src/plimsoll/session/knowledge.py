@@ -1,0 +1,110 @@
+"""What an ``Attachment`` has found out about a training: its traced step, its plans, and what steps were measured to need.
+
+All of it holds for the parameters that the loop trains now. A loop that trains parts of a model in turns has one `Knowledge`
+for each part.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from plimsoll.artifacts.plan import Plan
+from plimsoll.session.account import MemoryAccount, PlanRoom
+from plimsoll.session.batch_shapes import Shapes
+from plimsoll.session.carried import Carried
+from plimsoll.session.fewer_forwards import FewerForwards
+from plimsoll.session.joint_traces import JointTraces
+from plimsoll.session.measured_step import MeasuredStep
+from plimsoll.session.optimizer_watch import CountedState, OptimizerWatch
+from plimsoll.session.options import PlanOptions
+from plimsoll.session.shapes import ShapePlans
+from plimsoll.session.situations import MeteredSituations
+from plimsoll.session.states import State
+from plimsoll.session.step_planner import StepPlanner
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedStep:
+    """The traced step that plans are made for, as data. It is the step that was traced first, or a later traced step that
+    needed more memory.
+    """
+
+    planner: StepPlanner
+    shapes: Shapes
+    accumulates: bool
+    """Whether gradients existed when the step began."""
+    error_scale: float = 1.0
+    """The measured error of lossy forms (compressed values), as a multiple of the expected error."""
+    batch_bytes: int = 0
+    """Bytes that the batch's storages have in addition to the batch's tensors. A slice, for instance, keeps the whole storage
+    alive.
+    """
+
+
+@dataclass(slots=True)
+class LowestSteps:
+    """The steps that run under the plan with the lowest peak, and are measured before the plan for the budget is made."""
+
+    tries: int = 0
+    """How many such steps have begun."""
+    is_over: bool = False
+    """Whether these steps exceed the budget. They run all the same, because a refusal names what they were measured to need."""
+    peak_bytes: int = 0
+    """Their highest measured peak, on the rank where it was highest."""
+    rest_bytes: int = 0
+    """Their highest peak after backward, when no activations are left, on the rank where it was highest."""
+    carried: Carried = field(default_factory=Carried)
+    """The tensors that the loop keeps from one of these steps to the next."""
+
+
+@dataclass(slots=True)
+class Knowledge:
+    """See the module's text. ``Attachment`` changes it; a new one knows nothing."""
+
+    options: PlanOptions
+    """The options with the tiles and the offloaded state that were chosen for the traced step."""
+    traces: JointTraces
+    room: PlanRoom
+    state: State = State.UNTRACED
+    traced: PlannedStep | None = None
+    shaped: ShapePlans | None = None
+    """The ladder (plans with falling peaks) that each call chooses its plan from. None until the first plan for the budget is
+    made, and None if the options do not allow a ladder.
+    """
+    shapes: list[Shapes] = field(default_factory=list)
+    """Shapes that were traced, or that run under the plan of all ranks."""
+    served: Shapes | None = None
+    """The shapes that the current plan was last chosen for."""
+    lowest: LowestSteps = field(default_factory=LowestSteps)
+    is_mixed: bool = False
+    """True if the forwards of the running or the measured step have had plans for different numbers of forwards."""
+    held_at_plan_bytes: int = 0
+    """Bytes that the training loop held when the step that plans were made from began, or when it ended if that is more."""
+    corrected: MemoryAccount | None = None
+    """The account that counts a step's overshoot of the budget. It is used when plans are made next."""
+    traces_left: int = 0
+    """How many more steps to trace in the search for one that runs as many operations as the step that took
+    ``ran_more_bytes``.
+    """
+    ran_more_bytes: int = 0
+    said_parts_bytes: int = 0
+    """The highest peak that a warning named of steps that call parts of the model; 1 if a warning named no peak."""
+    said_overrun: tuple[str, int] = "", 0
+    """The cause and the peak in bytes of the last overrun that a warning named."""
+    fewer: FewerForwards = field(default_factory=FewerForwards)
+    counted: CountedState = field(default_factory=CountedState)
+    metered: MeteredSituations = field(default_factory=MeteredSituations)
+    frozen: frozenset[str] = frozenset()
+    """The names of the parameters that were frozen when plans were made."""
+    seen: set[object] = field(default_factory=set)
+    """The effects (``Plan.effect``, what a plan decides) of all plans that have run before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Remembered:
+    """A `Knowledge` that waits until its parameters are trained again, and what was in force when it was left."""
+
+    knowledge: Knowledge
+    watch: OptimizerWatch
+    measured: MeasuredStep | None
+    plan: Plan | None
