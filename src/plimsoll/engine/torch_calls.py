@@ -116,11 +116,6 @@ class TorchCall:
     lies: tuple[Several, ...] = ()
     results: tuple[Several, ...] = field(default=(), compare=False)
 
-    @property
-    def depends_on_data(self) -> bool:
-        """Whether a number of this call (a size, an index) comes from the contents of a tensor."""
-        return bool(self.reads or self.lies)
-
 
 Stream = tuple[TorchCall, ...]
 

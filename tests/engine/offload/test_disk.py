@@ -109,18 +109,18 @@ def test_storing_waits_while_too_much_is_on_its_way_out(tmp_path: Path, monkeypa
     writes = GatedWrites(monkeypatch)
     with DiskLink(str(tmp_path), most_in_flight_bytes=MIB) as link:
         tickets = [link.store(torch.zeros(MIB // 2, dtype=torch.uint8)) for _ in range(2)]
-        assert link.in_flight_bytes == MIB
+        assert link._transport.out_bytes == MIB
         third = threading.Thread(target=lambda: tickets.append(link.store(torch.ones(1, dtype=torch.uint8))))
         third.start()
         third.join(0.1)
         assert third.is_alive()
-        assert link.in_flight_bytes == MIB
+        assert link._transport.out_bytes == MIB
         writes.gate.set()
         third.join(10)
         assert not third.is_alive()
         for ticket in tickets:
             ticket.settle()
-        assert link.in_flight_bytes == 0
+        assert link._transport.out_bytes == 0
 
 
 def test_a_tensor_larger_than_the_bound_goes_alone(tmp_path: Path):

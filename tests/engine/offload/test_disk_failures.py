@@ -128,7 +128,7 @@ def test_a_write_that_fails_is_told_when_settling_and_keeps_the_source(
         assert failure.value.__cause__.errno == code
     ticket.prefetch()
     assert ticket.read() is source
-    assert disk.in_flight_bytes == 0
+    assert disk._transport.out_bytes == 0
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no such device")

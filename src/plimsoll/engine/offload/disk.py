@@ -70,11 +70,6 @@ class DiskLink(Link):
             return self._extents
 
     @property
-    def in_flight_bytes(self) -> int:
-        """The number of bytes that are on the way to the file now."""
-        return self._transport.out_bytes
-
-    @property
     def copy_cpu_seconds(self) -> CopyCpuSeconds:
         return CopyCpuSeconds(self._transport.out_cpu_seconds, self._transport.in_cpu_seconds)
 
