@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import bisect
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,6 +27,7 @@ from plimsoll.ui.document import (
     Table,
     Tone,
     opened,
+    starts_of,
 )
 from plimsoll.ui.views import view
 from plimsoll.units import format_bytes
@@ -91,8 +92,13 @@ def _name_peak(peak: TimelinePoint, *, column: int, width: int) -> str:
 
 
 def _split(points: Sequence[TimelinePoint], count: int) -> list[Sequence[TimelinePoint]]:
-    edges = [index * len(points) // count for index in range(count + 1)]
-    return [points[start:end] for start, end in itertools.pairwise(edges)]
+    """Return the points of each column. All columns are equally long in time, so an operation may be in several of them."""
+    starts, _ = starts_of(points)
+    edges = [starts[0] + (starts[-1] - starts[0]) * index / count for index in range(count)]
+    # A column begins with the operation that runs at its edge.
+    firsts = [min(bisect.bisect_left(starts, edge), bisect.bisect_right(starts, edge) - 1) for edge in edges]
+    ends = [*(bisect.bisect_left(starts, edge) for edge in edges[1:]), len(points)]
+    return [points[first : max(first + 1, end)] for first, end in zip(firsts, ends, strict=True)]
 
 
 def _draw_row(

@@ -56,12 +56,20 @@ class NamedPoint:
 
 
 def _curve_points(plan: Plan) -> tuple[NamedPoint, ...]:
-    """Return the points of the plan's frontier (the shortest step time for each peak). The result is empty if the time of the
-    step without a plan is 0.
+    """Return the points of the plan's frontier (the shortest step time for each peak), and the plan itself if it is usable.
+
+    Points that are too near to the plan are left out: the slider's mark lay beside the plan's. The result is empty if the time
+    of the step without a plan is 0, or if the plan has no frontier.
     """
     if not plan.baseline_seconds:
         return ()
-    return tuple(NamedPoint("planner", p.peak_bytes, p.step_seconds / plan.baseline_seconds) for p in plan.frontier)
+    found = [NamedPoint("planner", p.peak_bytes, p.step_seconds / plan.baseline_seconds) for p in plan.frontier]
+    if found and plan.status.is_usable:
+        own = NamedPoint("planner", plan.predicted_peak_bytes, 1 + plan.predicted_overhead)
+        least_bytes = _NEAR * (found[-1].peak_bytes - found[0].peak_bytes)
+        found = [each for each in found if abs(each.peak_bytes - own.peak_bytes) > least_bytes]
+        found = sorted([*found, own], key=lambda each: each.peak_bytes)
+    return tuple(found)
 
 
 def _chosen_point(plan: Plan, *, is_alone: bool) -> NamedPoint:
@@ -129,32 +137,34 @@ def draw_frontier(chart: FrontierChart) -> Drawing:
             "Points further down and further left are better. Step time is a multiple of the unmanaged step's time. The bar of "
             "a measured point is the confidence interval of its paired median."
         ),
-        pulled=_budgets_to_pull(plans[0]) if plans and curves[0] else (),
-        pulled_at=_nearest(plans[0]) if plans and curves[0] else 0,
+        pulled=_budgets_to_pull(plans[0], curves[0]) if plans and curves[0] else (),
+        pulled_at=_nearest(plans[0], curves[0]) if plans and curves[0] else 0,
     )
 
 
+_NEAR = 0.03
+"""Points of the curve that are nearer to the plan's peak than this share of the curve's peaks are left out."""
 _MEASURED: dict[str, Any] = {"name": "strategies, measured (95% interval)", "colour": ORANGE, "radius": 4.5}
 _CHOSEN: dict[str, Any] = {"name": "the plan, predicted", "colour": VERMILION, "radius": 8, "is_star": True}
 
 
-def _budgets_to_pull(plan: Plan) -> list[tuple[str, str]]:
+def _budgets_to_pull(plan: Plan, curve: Sequence[NamedPoint]) -> list[tuple[str, str]]:
     """Return, for each point of the planner's curve, its budget and a sentence about the result of that budget."""
     return [
         (
             format_bytes(point.peak_bytes),
             f"A budget of {format_bytes(point.peak_bytes)}: the step takes "
-            f"{point.step_seconds / plan.baseline_seconds:.3f} times as long as the unmanaged step, and its peak is "
+            f"{point.ratio:.3f} times as long as the unmanaged step, and its peak is "
             f"{format_bytes(max(plan.baseline_peak_bytes - point.peak_bytes, 0))} below the unmanaged peak of "
             f"{format_bytes(plan.baseline_peak_bytes)}.",
         )
-        for point in plan.frontier
+        for point in curve
     ]
 
 
-def _nearest(plan: Plan) -> int:
+def _nearest(plan: Plan, curve: Sequence[NamedPoint]) -> int:
     """Return the index of the point on the planner's curve whose peak is nearest to the plan's peak."""
-    away = [abs(point.peak_bytes - plan.predicted_peak_bytes) for point in plan.frontier]
+    away = [abs(point.peak_bytes - plan.predicted_peak_bytes) for point in curve]
     return away.index(min(away))
 
 
