@@ -14,6 +14,7 @@ from torch import nn
 
 import plimsoll
 from long_cases import some
+from plimsoll.artifacts.receipt import ReceiptVerdict
 from steps import Block, Stack, mean_square
 
 WIDTH, ROWS, STEPS = 32, 96, 4
@@ -43,6 +44,9 @@ class Holder:
 
     def hook(self, *_: Any) -> None:
         self.calls += 1
+
+    def applied(self, value: torch.Tensor) -> torch.Tensor:
+        return self.held(value)
 
 
 def averaged(norm: nn.Module, x: torch.Tensor) -> None:
@@ -97,6 +101,20 @@ def trained_within(model: Ticking) -> tuple[Tick, Read]:
             model.own.step()
 
     return tick, lambda: (inner.weight.sum().item(), model.own.state[inner.weight]["step"].item())
+
+
+def trains_itself(model: Ticking) -> tuple[Tick, Read]:
+    """A part of the model is trained within forward (Forward-Forward), by an optimizer that only a closure holds."""
+    model.probe = nn.Linear(WIDTH, WIDTH)
+    own = torch.optim.Adam(model.probe.parameters(), lr=0.01)
+
+    def tick(x: torch.Tensor) -> None:
+        with torch.enable_grad():
+            model.probe(x.detach()).square().mean().backward()
+            own.step()
+            own.zero_grad()
+
+    return tick, lambda: (model.probe.weight.sum().item(), own.state[model.probe.weight]["step"].item())
 
 
 def gradients_of_its_own(model: Ticking) -> tuple[Tick, Read]:
@@ -165,7 +183,7 @@ def of_this_thread(model: Ticking) -> tuple[Tick, Read]:
 KINDS = {
     each.__name__: each
     for each in (
-        *(in_a_list, in_an_object, behind_a_partial, a_teacher, flags_of_a_teacher, trained_within),
+        *(in_a_list, in_an_object, behind_a_partial, a_teacher, flags_of_a_teacher, trained_within, trains_itself),
         *(gradients_of_its_own, a_hook_on_gradients, a_hook_on_a_block, a_closure, a_default_value),
         *(a_weak_dictionary, of_this_thread),
     )
@@ -203,7 +221,9 @@ def test_a_new_shape_moves_it_no_further(kind: str):
     assert trained(kind, "1GiB", lambda step: ROWS + 16 * step) == trained(kind, None, lambda step: ROWS + 16 * step)
 
 
-@pytest.mark.parametrize("kind", some(["in_an_object", "a_teacher", "a_hook_on_a_block", "a_closure"], 1))
+@pytest.mark.parametrize(
+    "kind", some(["in_an_object", "a_teacher", "trains_itself", "a_hook_on_a_block", "a_closure"], 1)
+)
 def test_planning_and_verifying_move_nothing(kind: str):
     model, read = built(kind)
     batch = torch.randn(ROWS, WIDTH)
@@ -215,6 +235,42 @@ def test_planning_and_verifying_move_nothing(kind: str):
     plimsoll.verify(model, batch, plan, loss=mean_square)
     after = read()
     assert (list(after) if isinstance(after, tuple) else after) == before
+
+
+class Centred(nn.Module):
+    """A loss with a running centre, as DINO has it, and a record of its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("centre", torch.zeros(4))
+        self.calls: list[int] = []
+
+    def forward(self, output: torch.Tensor) -> torch.Tensor:
+        loss = (output - self.centre).square().mean()
+        self.calls.append(len(self.calls))
+        self.centre.mul_(0.9).add_(output.detach().mean(0), alpha=0.1)
+        return loss
+
+
+LOSSES: dict[str, Callable[[Centred], Callable[[torch.Tensor], torch.Tensor]]] = {
+    "module": lambda loss: loss,
+    "closure": lambda loss: lambda output: loss(output),
+    "partial": lambda loss: functools.partial(Centred.forward, loss),
+    "bound method": lambda loss: loss.forward,
+    "object": lambda loss: Holder(loss).applied,
+}
+
+
+@pytest.mark.parametrize("kind", some(LOSSES, 2))
+def test_planning_and_verifying_leave_the_state_of_the_loss(kind: str):
+    torch.manual_seed(0)
+    model, batch, centred = Ticking(), torch.randn(ROWS, WIDTH), Centred()
+    loss = LOSSES[kind](centred)
+    plan = plimsoll.plan(model, batch, strategy="full", loss=loss)
+    receipt = plimsoll.verify(model, batch, plan, loss=loss)
+    assert receipt.verdict is ReceiptVerdict.VERIFIED
+    assert centred.calls == []
+    assert not centred.centre.any()
 
 
 class Teaching(Stack):

@@ -244,6 +244,7 @@ def explained_loss(loss: object) -> Loss | None:
 
     # The signature of a step contains this name. A loss without a name (an nn.Module, a partial) gets the name of its class.
     explained.__qualname__ = name_of(loss)
+    explained.__wrapped__ = loss  # type: ignore[attr-defined]
     return explained
 
 

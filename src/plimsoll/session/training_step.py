@@ -39,9 +39,17 @@ from plimsoll.tracing.recorder.calling import (
     output_tensors,
     refuse_foreign_graph,
     scalar_loss,
+    unwrapped,
 )
 from plimsoll.tracing.recorder.foreign_leaves import foreign_leaves_kept
-from plimsoll.tracing.recorder.untouched import KeptState, RandomState, arguments_kept, forwards_kept, private_copy
+from plimsoll.tracing.recorder.untouched import (
+    KeptState,
+    RandomState,
+    arguments_kept,
+    forwards_kept,
+    optimizers_kept,
+    private_copy,
+)
 from plimsoll.tracing.torch_internals import sequence_number
 from plimsoll.tracing.zero import held_by_deepspeed, is_gathered_by_zero
 
@@ -134,9 +142,11 @@ class TrainingStep:
 
     @contextlib.contextmanager
     def _given(self) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
-        """Yield a copy of the arguments for one call. Objects among the arguments are restored afterwards."""
+        """Yield a copy of the arguments for one call. Afterwards, restore what the loss and objects among the arguments hold,
+        and undo the steps of optimizers.
+        """
         args, kwargs = private_copy((self._args, self._kwargs))
-        with forwards_kept(self.model), arguments_kept((args, kwargs)):
+        with forwards_kept(self.model), optimizers_kept(), arguments_kept((args, kwargs, unwrapped(self._loss))):
             yield args, kwargs
 
     def _forward_and_backward(

@@ -40,6 +40,7 @@ from plimsoll.tracing.recorder.calling import (
     ModuleStack,
     check_devices,
     split_batch,
+    unwrapped,
 )
 from plimsoll.tracing.recorder.contents import lent
 from plimsoll.tracing.recorder.fingerprint import fingerprint, signature
@@ -236,7 +237,7 @@ class _Step:
         if self.home is None or self.is_fake:
             with (
                 untouched(self.model),
-                arguments_kept(self._call),
+                arguments_kept((self._call, unwrapped(self.loss))),
                 faked(self.model) as mode,
                 target_kernels(self._target),
             ):
@@ -268,7 +269,8 @@ class _Step:
         """Return a context manager that yields a copy of the batch to run a step on. At its end, model and reducer are
         restored.
         """
-        with untouched(self.model), arguments_kept(self._call), unseen_by_reducer(self._wrapped):
+        kept = arguments_kept((self._call, unwrapped(self.loss)))
+        with untouched(self.model), kept, unseen_by_reducer(self._wrapped):
             yield private_copy(self._call)
 
     def described(self, log: StepLog, workspaces: Mapping[str, int]) -> tuple[Trace, dict[int, int]]:

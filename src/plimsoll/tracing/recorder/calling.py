@@ -96,6 +96,11 @@ def scalar_loss(output: Any, loss: Loss | None) -> torch.Tensor:
     return value
 
 
+def unwrapped(loss: Loss | None) -> Any:
+    """Return the user's loss, which Plimsoll may have wrapped to explain its errors."""
+    return getattr(loss, "__wrapped__", loss)
+
+
 def own_loss(output: Any) -> Any:
     """Return what a model's output holds under ``loss``, as a key or an attribute, or ``None`` if it does not have such an
     entry.

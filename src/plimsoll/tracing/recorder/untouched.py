@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from plimsoll.errors import PlimsollError
@@ -60,7 +61,7 @@ def untouched(model: nn.Module, written: Collection[str] = ()) -> Iterator[None]
     shards, gathering = KeptShards(model), KeptGathering(inner_module(model))
     flags = [(module, module.training) for module in model.modules()]
     forwards = KeptForwards(model)
-    with gradients_aside(parameters, gathering.hooks):
+    with gradients_aside(parameters, gathering.hooks), optimizers_kept():
         try:
             state.lend_iterators()
             yield
@@ -269,6 +270,31 @@ def arguments_kept(call: Any) -> Iterator[None]:
         for leaf, gradient in gradients:
             leaf.grad = gradient
         tensors.put_back()
+
+
+@contextlib.contextmanager
+def optimizers_kept() -> Iterator[None]:
+    """Return a context manager that undoes the steps of optimizers in its block, wherever these optimizers are held.
+
+    A block that trains itself steps in forward (Forward-Forward, a probe that is trained along). Its state is copied only when
+    such a step comes: copies of all state would be as large as two models.
+    """
+    kept: dict[int, tuple[Optimizer, KeptValues, KeptTensors]] = {}
+
+    def keep(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if id(optimizer) not in kept:
+            values = with_contents([optimizer.state, optimizer.param_groups])
+            tensors = KeptTensors(filter(_is_kept, values.values()))
+            kept[id(optimizer)] = optimizer, KeptValues(values.values()), tensors
+
+    hook = register_optimizer_step_pre_hook(keep)
+    try:
+        yield
+    finally:
+        hook.remove()
+        for _, contents, tensors in kept.values():
+            contents.put_back()
+            tensors.put_back()
 
 
 def _optimized(values: Iterable[Any]) -> set[int]:
