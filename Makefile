@@ -14,7 +14,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
 	$$p -c 'import ensurepip, venv, sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 PYTEST_ARGS ?=
 
-.PHONY: help install demo quick test contracts lint format types unit fuzz golden docs snippets wheel notes bench gpu clean
+.PHONY: help install demo quick test contracts lint format types unit coverage fuzz golden docs snippets wheel notes bench gpu clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-9s %s\n", $$1, $$2}'
@@ -71,6 +71,13 @@ quick: lint types  ## lint, types, and the quick tests (90 seconds)
 unit: $(STAMP)  ## run the main suite alone (PYTEST_ARGS="-k budget")
 	$(PYTEST) -m "not long" $(PYTEST_ARGS)
 
+# Tests run in processes that they start are not counted: ranks, commands, forks.
+coverage: $(STAMP)  ## run the main suite, and report the share of lines and branches that it runs, by package
+	@PIP_CONSTRAINT=$(VENV)/constraints.txt $(BIN)/python -m pip install --quiet --disable-pip-version-check pytest-cov
+	$(PYTEST) -m "not long" --cov=plimsoll --cov-branch --cov-report= $(PYTEST_ARGS)
+	@for room in $$(dirname src/plimsoll/*/__init__.py) src/plimsoll; do printf '%-24s' "$$room"; \
+		$(BIN)/python -m coverage report --include="$$room/*" --format=total; done
+
 # The suite draws the same examples in every run.
 fuzz: $(STAMP)  ## run the property tests on a thousand new examples each
 	PLIMSOLL_EXAMPLES=new OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile \
@@ -116,4 +123,4 @@ gpu:  ## measure on a GPU in nine minutes and write the page (PYTHON=python3; DE
 	$$chosen -m benchmarks.gpu_session.page
 
 clean:  ## remove the environment and all caches
-	rm -rf $(VENV) .venv-torch-* build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) .venv-torch-* build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis .coverage
