@@ -2,8 +2,9 @@
 
 "Packing" means to compress or offload a value, "replay" the recomputation of dropped values.
 
-Legend. ``R[r]`` = bytes that region r holds between its forward and its backward, ``s[r]`` = its seconds of replay and
-packing, ``w[r]`` = its seconds of waiting for the link, ``E[r]`` = its squared error, ``B[r]`` = the bytes it sends.
+Legend. A region is one module call. ``R[r]`` = bytes that region r holds between its forward and its backward, ``s[r]`` = its
+seconds of replay and packing, ``w[r]`` = its seconds of waiting for the link (to host memory or disk), ``E[r]`` = its squared
+error, ``B[r]`` = the bytes it sends.
 
 ==  ==========================================================  ======================================================
 1   minimise Σ s[r] + w[r]
@@ -47,7 +48,8 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class _Region:
-    """Data: the numbers of one region for rows 2 to 5 of the program (see the module's docstring).
+    """Data: the numbers of one region (module call) that the linear program of a lower bound needs (rows 2 to 5 in the module's
+    text).
 
     ``read`` and ``past`` have one entry for each instant of the region's backward. ``kept_bytes`` is R if everything is kept,
     ``most_bytes`` is R if inputs are copied as well. A sent value has its source on the device until the instant
@@ -68,10 +70,11 @@ class _Region:
     buffer_share: float = 0.0
 
     def sent_share(self, a: int, b: int) -> float:
-        """Return the least share of a region's sent bytes that is on the device from instant a to instant b.
+        """Return the share, at least, of the offloaded bytes of a region (module call) that is on the device from instant a to
+        instant b.
 
-        Both instants are between forward and backward, and no transfer begins or ends between them. The sent bytes are B of the
-        program.
+        Both instants are between forward and backward, and no transfer begins or ends between them. The offloaded bytes are B
+        of the program.
         """
         is_leaving = any(b <= until for until in self.sent_until)
         is_back = any(a >= since for since in self.back_from)
@@ -81,8 +84,8 @@ class _Region:
 class LowerBound:
     """The linear program that bounds the step time of one step, for any budget.
 
-    With ``boundaries`` the bound also holds for plans that drop inputs of regions. The program's variables are R, E, B, s and
-    the waiting in both directions; each has one entry for each region.
+    With ``boundaries`` the bound also holds for plans that drop inputs of regions (module calls). The program's variables are
+    R, E, B, s and the waiting in both directions; each has one entry for each region.
     """
 
     def __init__(
@@ -132,11 +135,17 @@ class LowerBound:
         return self.index.base_seconds + max(float(result.fun) - 1e-7, 0.0) * self.scale_seconds
 
     def _lines(self) -> Iterator[Line]:
-        """Yield the lines (lower bounds of seconds) of all regions, from the lower convex hulls of their choices."""
+        """Yield lower bounds of the seconds of each region (module call), as lines: the more bytes it holds, the fewer seconds.
+
+        The lines are from the lower convex hull of the region's choices (what to keep or recompute).
+        """
         return (line for region in self.regions for line in region.hull.lines)
 
     def _add_lines(self, rows: _Rows) -> None:
-        """Add the rows 2 of the module's legend to the linear program: they bound each region's seconds from below."""
+        """Add rows to the linear program that bound the seconds of each region (module call) from below.
+
+        They are the rows 2 of the module's legend.
+        """
         count = len(self.regions)
         for at, region in enumerate(self.regions):
             for line in region.hull.lines:
@@ -152,9 +161,9 @@ class LowerBound:
                 )
 
     def _add_transfers(self, rows: _Rows) -> None:
-        """Add the rows 6 of the module's legend to the linear program: they bound the seconds of waiting for transfers.
+        """Add rows to the linear program that bound the seconds of waiting for transfers.
 
-        Each region has one row for each direction.
+        They are the rows 6 of the module's legend. Each region (module call) has one row for each direction.
         """
         count = len(self.regions)
         link = self.index.forms.link
@@ -173,8 +182,8 @@ class LowerBound:
     def _add_limits(self, rows: _Rows) -> None:
         """Add two constraints to the linear program, if the user has set these limits (row 7 of the module's legend).
 
-        One bounds the squared error that lossy codecs cause in all regions together. The other bounds the bytes that all
-        regions together offload to host memory.
+        One bounds the squared error that lossy codecs cause in all regions (module calls) together. The other bounds the bytes
+        that all regions together offload to host memory.
         """
         count = len(self.regions)
         if 0 < self.limits.squared_error < math.inf:
@@ -184,8 +193,10 @@ class LowerBound:
             rows.add(*((2 * count + at, 1.0) for at in range(count)), at_most=self.limits.link_bytes / self.scale_bytes)
 
     def _memory_rows(self) -> tuple[Floats, Floats]:
-        """Return the rows 3 to 5, which limit the bytes to the budget: a table with the coefficients of R and B, and an array
-        with, for each row, the bytes that are alive in addition.
+        """Return the rows that limit the bytes in memory to the budget (rows 3 to 5 of the module's legend).
+
+        They are a table with the coefficients of R (bytes that regions hold) and B (bytes that they offload), and an array
+        with, for each row, the bytes that are alive in addition. A region is a module call.
         """
         edges = {0, self.index.instants, self.index.last_wait}
         for region in self.regions:
@@ -243,7 +254,7 @@ class _Rows:
 
 
 def _describe(index: StepIndex, view: RegionView, choice_set: ChoiceSet) -> _Region:
-    """Return the numbers of one region that the linear program needs: its bytes, its reads, and its transfers."""
+    """Return the numbers of one region (module call) that the linear program needs: its bytes, its reads, and its transfers."""
     frame = frame_of(index, view)
     bytes_of = held_bytes(index, view)
     length = max(frame.stop - frame.start, 0)
@@ -290,7 +301,7 @@ def _describe(index: StepIndex, view: RegionView, choice_set: ChoiceSet) -> _Reg
 
 
 def _shares_of_sent(view: RegionView) -> tuple[float, float]:
-    """Return two numbers for the transfers of one region: bytes on the device for each byte sent, before and after.
+    """Return two numbers for the transfers of a region (module call): bytes on the device for each byte sent, before and after.
 
     Before the transfer they are in the source, the tensor that is sent out. After it they are in the buffer that receives the
     value. Both numbers are the least over the region's values. If two values share one source, the first number is 0.
@@ -307,9 +318,10 @@ def _shares_of_sent(view: RegionView) -> tuple[float, float]:
 
 
 def _relief(index: StepIndex) -> Ints:
-    """Return an array with, for each instant, the bytes that R (what regions hold) may count although they are alive anyway.
+    """Return an array with, for each instant, bytes that R counts although they are in memory under any plan.
 
-    They are in storages that are alive under any plan for a part of the time between forward and backward.
+    R is what regions (module calls) hold between forward and backward. The bytes are in storages that are alive under any plan
+    for a part of that time.
     """
     change = np.zeros(index.instants + 1, dtype=np.int64)
     for view in index.views:
@@ -322,7 +334,8 @@ def _relief(index: StepIndex) -> Ints:
 
 
 def _least_fixed(index: StepIndex, *, boundaries: bool) -> Ints:
-    """Return an array with, for each instant, the least bytes that are alive without the bytes that regions hold.
+    """Return an array with, for each instant, the least bytes that are alive without the bytes that regions (module calls)
+    hold.
 
     The bytes of micro-batches that wait for their backward are included.
     """
@@ -332,7 +345,7 @@ def _least_fixed(index: StepIndex, *, boundaries: bool) -> Ints:
 
 
 def _without_boundaries(index: StepIndex) -> Ints:
-    """Return an array with, for each instant, the bytes alive under any plan, if regions drop their inputs.
+    """Return an array with, for each instant, the bytes alive under any plan, if regions (module calls) drop their inputs.
 
     Only inputs that can be rebuilt are dropped.
     """

@@ -1,16 +1,17 @@
-"""A ``Choice``: what one region does with its saved values (the tensors that autograd saves), and its costs apart from memory.
+"""A ``Choice``: what one region (module call) does with its saved values (the tensors that autograd saves), and its costs apart
+from memory.
 
-A choice says which values are kept and which are *packed*: held in another form, compressed or offloaded over a link. All other
-values are rebuilt. Forms cost seconds and gradient error, and they take room at the other end of the link. ``Limits`` bounds
-the sum over all regions.
+A choice says which values are kept and which are *packed*: held in another form, compressed or offloaded over a link (to host
+memory or disk). All other values are rebuilt. Forms cost seconds and gradient error, and they take room at the other end of the
+link. ``Limits`` bounds the sum over all regions.
 
 *Seconds.* Values that a region sends leave while the next region's forward runs, and come back while that region's backward
-runs. Each region and direction has its own window, so regions do not compete. If a transfer takes longer than its window,
-the step waits for the rest of it.
+runs. Each region and direction has its own window, so regions do not compete. If a transfer takes longer than its window, the
+step waits for the rest of it.
 
-*Error.* A value in a lossy form changes the gradient through its own slots, and through every dropped slot whose recipe
-starts from it. Each slot adds (sensitivity of its value · noise of the form)². The model assumes that noise passes through
-recipes unchanged and that noises are independent; the actual error is measured when a plan is run once.
+*Error.* A value in a lossy form changes the gradient through its own slots, and through every dropped slot whose recipe starts
+from it. Each slot adds (sensitivity of its value · noise of the form)². The model assumes that noise passes through recipes
+unchanged and that noises are independent; the actual error is measured when a plan is run once.
 """
 
 from __future__ import annotations
@@ -26,13 +27,14 @@ from plimsoll.planning.replay_schedule import recipe_ops
 from plimsoll.planning.step import RegionView, StepIndex, provider_of
 
 Packed = frozenset[tuple[int, str]]
-"""A set of pairs (value, form). The value is an id in the region's graph; the form is the name of the codec or link that holds
-the value."""
+"""A set of pairs (value, form). The value is an id in the graph of a region (module call). The form is the name of the codec
+that compresses the value, or of the link (to host memory or disk) that offloads it.
+"""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Data: what one region does with its saved values.
+    """Data: what one region (module call) does with its saved values.
 
     ``kept`` values are held unchanged, ``packed`` values in another form (compressed or offloaded). All other values that can
     be rebuilt are rebuilt in backward. With ``is_boundary_dropped`` the region's input is not held either: the region before
@@ -45,7 +47,9 @@ class Choice:
 
     @cached_property
     def forms(self) -> dict[int, str]:
-        """A mapping from each packed value to the name of its form, which is a codec or a link."""
+        """A mapping from each packed (compressed or offloaded) value to the name of its form, which is a codec or a link (to
+        host memory or disk).
+        """
         return dict(self.packed)
 
     def without(self, values: frozenset[int]) -> Choice:
@@ -65,7 +69,8 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Data: limits on the gradient error and on the offloaded bytes of all regions together. Memory is limited elsewhere.
+    """Data: limits on the gradient error and on the offloaded bytes of all regions (module calls) together. Memory is limited
+    elsewhere.
 
     ``squared_error`` limits the square of the relative gradient error. ``link_bytes`` limits the offloaded bytes; ``None`` if
     they are not limited.
@@ -92,29 +97,33 @@ class Limits:
 
 
 def forms_of(view: RegionView, choice: Choice) -> list[Form]:
-    """Return a list with the form (codec or link) of each value that a region's choice compresses or offloads."""
+    """Return a list with the form (codec or link to host memory or disk) of each value that a choice compresses or offloads.
+
+    A choice says what a region (module call) does with its saved values.
+    """
     return [view.form(value, name) for value, name in choice.packed]
 
 
 def link_bytes(view: RegionView, choice: Choice) -> int:
-    """Return the bytes that a region's offloaded values take in the memory at the other end of the link (the host's)."""
+    """Return the bytes that the offloaded values of a region (module call) take in host memory or on disk."""
     return sum(form.link_bytes for form in forms_of(view, choice))
 
 
 def packing_seconds(index: StepIndex, view: RegionView, choice: Choice) -> float:
-    """Return the seconds per step that one region's compressed and offloaded values add.
+    """Return the seconds per step that the compressed and offloaded values of a region (module call) add.
 
-    They are the seconds to encode and decode values, and to wait for the link.
+    They are the seconds to encode and decode values, and to wait for the link (to host memory or disk).
     """
     forms = forms_of(view, choice)
     return sum(form.seconds for form in forms) + _waiting_seconds(index, view, forms)
 
 
 def _waiting_seconds(index: StepIndex, view: RegionView, forms: list[Form]) -> float:
-    """Return the seconds that the step waits for one region's transfers over the link, out and back together.
+    """Return the seconds that the step waits for one region's transfers over the link (to host memory or disk), out and back
+    together.
 
-    A transfer makes the step wait for the part of its time that the compute of the next region does not hide. If the step's
-    transfers follow another schedule, the seconds are taken from that schedule.
+    A transfer makes the step wait for the part of its time that the compute of the next region (module call) does not hide. If
+    the step's transfers follow another schedule, the seconds are taken from that schedule.
     """
     if index.transfers is not None:
         return index.transfers.waiting_seconds.get(view.call.index, 0.0)
@@ -133,16 +142,17 @@ def choice_error(view: RegionView, choice: Choice) -> float:
     """Return the squared relative gradient error that one region's compressed and offloaded values are expected to cause.
 
     The error is infinite if a value that must be exact (an index, a mask) would be rebuilt from a lossy form, or if another
-    value would be rebuilt from a private form, which only the value's own slots can use.
+    value would be rebuilt from a private form, which only the value's own slots (saved tensors) can use.
     """
     return _Noise(view, choice, {}).squared_error()
 
 
 def step_error(index: StepIndex, choices: Sequence[Choice], linked: Mapping[int, frozenset[int]]) -> float:
-    """Return the squared relative gradient error that the compressed and offloaded values of all regions should cause.
+    """Return the squared relative gradient error that the compressed and offloaded values of all regions (module calls) should
+    cause.
 
-    ``choices`` has one choice for each region. ``linked`` maps each region whose input is dropped to the ids of the input
-    values that are not held.
+    ``choices`` has one choice (what to keep or recompute) for each region. ``linked`` maps each region whose input is dropped
+    to the ids of the input values that are not held.
     """
     total = 0.0
     noises: list[_Noise] = []
@@ -158,7 +168,7 @@ def step_error(index: StepIndex, choices: Sequence[Choice], linked: Mapping[int,
 
 
 def form_error(view: RegionView, choice: Choice, value: int) -> float:
-    """Return the relative gradient error that one value of a region adds because a codec stores it with loss.
+    """Return the relative gradient error that one value of a region (module call) adds because a codec stores it with loss.
 
     The error comes from the saved tensors (slots) that hold the value, and from all values that are rebuilt from the value.
     """
@@ -173,7 +183,7 @@ class _Noise:
     """A computation for one region: the squared noise (relative error) that its values have when backward reads them.
 
     Noise comes from values that are stored with loss, and passes to all values rebuilt from them. ``linked`` maps the region's
-    dropped inputs, which the region before rebuilds, to their squared noise.
+    dropped inputs, which the region (module call) before rebuilds, to their squared noise.
     """
 
     def __init__(self, view: RegionView, choice: Choice, linked: Mapping[int, float]) -> None:
@@ -199,7 +209,8 @@ class _Noise:
     def squared(self, value: int) -> float:
         """Return the squared noise (relative error) of a value that backward reads from the value's own saved tensors.
 
-        It is infinite if the value is rebuilt from another value's private form, which only that value's saved tensors use.
+        It is infinite if the value is rebuilt from another value's private form (codec or offload), which only that value's
+        saved tensors use.
         """
         leaves = self.leaves(value)
         if self._private.intersection(leaves) - {value}:
@@ -211,7 +222,9 @@ class _Noise:
         return (value,) if value in self._held else recipe_ops(self._view.graph, value, self._held)[1]
 
     def of_output(self, storage: int) -> float:
-        """Return the squared noise (relative error) of the region's output in ``storage``, as the next region receives it."""
+        """Return the squared noise (relative error) of the region's output in ``storage``, as the next region (module call)
+        receives it.
+        """
         graph = self._view.graph
         outputs = [value for value in graph.outputs if graph.values[value].storage == storage]
         return max(math.inf if value in self._private else self.squared(value) for value in outputs)

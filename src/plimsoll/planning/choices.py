@@ -1,12 +1,13 @@
-"""Generates the choices that the solver picks from for each region, and the memory and time that each choice adds.
+"""Generates the choices that the solver picks from for each region (module call), and the memory and time that each choice
+adds.
 
 A choice says which saved values a region keeps, recomputes, or stores in another form (compressed, offloaded). If a region has
-few such values, all combinations are choices. Otherwise the choices are the vertices of the lower convex hull of bytes held
-and seconds of recomputation (see ``frontier``), and variants around them. Variants are needed because keeping less may raise or
+few such values, all combinations are choices. Otherwise the choices are the vertices of the lower convex hull of bytes held and
+seconds of recomputation (see ``frontier``), and variants around them. Variants are needed because keeping less may raise or
 lower the peak of a region's own backward. So values alive at that peak are flipped one by one (kept if they were dropped, and
 the reverse), and the search for the hull is repeated with these values dearer or cheaper. If values have other forms, the
-search is repeated at several prices of error, and with as many bytes on the link as compute hides. Choices do not depend on
-the budget, so a larger budget never has fewer choices.
+search is repeated at several prices of error, and with as many bytes on the link (to host memory or disk) as compute hides.
+Choices do not depend on the budget, so a larger budget never has fewer choices.
 """
 
 from __future__ import annotations
@@ -29,34 +30,39 @@ from plimsoll.planning.pins import pinned
 from plimsoll.planning.step import RegionView, StepIndex, slot_stop
 
 _ENUMERATED_CHOICES = 512
-"""If a region has at most this many possible choices (ways to treat its saved values), all of them are generated. Then plans
-can be proven optimal."""
+"""If a region (module call) has at most this many possible choices (ways to treat its saved values), all of them are generated.
+Then plans can be proven optimal.
+"""
 _FLIPS_PER_CHOICE = 3
 _PEAKS_REPRICED = 4
 _PEAK_ROUNDS = 2
-"""How often variants of the choices are made; the second round makes variants of variants. They can lower a peak further, but
-each round measures about as many choices as the round before."""
+"""How often variants of the choices (what to keep or recompute) are made; the second round makes variants of variants. They can
+lower a peak further, but each round measures about as many choices as the round before.
+"""
 _DESCENTS_AT_MOST = 12
 _TELLING = 12
 """To compare two curves of bytes quickly, about this many of their points are compared first, and whole curves only if these
 points do not decide."""
 _LEAST_RETAINED, _MOST_RETAINED = 4, 5
-"""Numbers of two columns in the table that compares choices: the least and the most bytes that a choice holds between forward
-and backward."""
+"""Numbers of two columns in the table that compares choices (what to keep or recompute).
+
+They are the least and the most bytes that a choice holds between forward and backward.
+"""
 _FLIPPED_VALUES = 64
 """To flip a value is to drop it if it is kept, and the reverse. Values are flipped one by one only among this many largest
-values. A region with more of them (a recurrent layer has hundreds of equal size) would measure a thousand choices to save a
-thousandth of its bytes; there values of one kind of op are also kept or dropped together."""
+values. A region (module call) with more of them (a recurrent layer has hundreds of equal size) would measure a thousand choices
+to save a thousandth of its bytes; there values of one kind of op are also kept or dropped together.
+"""
 _PAIRED_VALUES = 10
 """Flips of two values together are tried only among this many largest values, because the number of pairs is quadratic."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChoiceSet:
-    """Data: all choices of one region, and the memory and time that each adds (``effects``). Alike regions share one set.
+    """Data: all choices (what to keep or recompute) of one region (module call), with the memory and time of each.
 
-    With ``is_complete``, every possible choice that is missing has the same effect as one in the set, or is worse. All effects
-    are then exact.
+    These are its ``effects``. Regions that are alike share one set. With ``is_complete``, every possible choice that is missing
+    has the same effect as one in the set, or is worse. All effects are then exact.
     """
 
     effects: tuple[Effect, ...]
@@ -65,7 +71,7 @@ class ChoiceSet:
 
 
 def prices_of(index: StepIndex, view: RegionView) -> Prices:
-    """Return, for one region, the bytes that holding each value costs and the seconds that running each op again costs.
+    """Return the bytes that holding each value of a region (module call) costs, and the seconds to run each op again.
 
     The minimum cut of the module ``cut`` weighs them against each other.
     """
@@ -79,7 +85,9 @@ def generate_choices(
     most_squared_error: float = 0.0,
     known: dict[Hashable, ChoiceSet] | None = None,
 ) -> tuple[ChoiceSet, ...]:
-    """Return the set of choices of each region of a step, in the order of regions; regions that are alike share one set.
+    """Return, for each region (module call) of a step, the set of its choices (what to keep or recompute).
+
+    The sets are in the order of regions; regions that are alike share one set.
 
     Args:
         index: the step.
@@ -108,7 +116,8 @@ def generate_choices(
 
 
 class _Generator:
-    """Generates the choices (ways to treat saved values) of one kind of region, and computes each choice's effect once.
+    """Generates the choices (ways to treat saved values) of one kind of region (module call), and computes each choice's effect
+    once.
 
     The effect of a choice is the memory and the time that it adds to the step.
     """
@@ -125,17 +134,20 @@ class _Generator:
         self.fixed = index.fixed[self.measuring.frame.start : self.measuring.frame.stop]
         self.by_size = sorted(view.droppable, key=lambda v: -view.graph.values[v].bytes)
         self.kinds = _kinds(view) if len(self.by_size) > _FLIPPED_VALUES else []
-        """Sets of values that are kept or dropped together; empty if all values are flipped one by one."""
+        """Sets of saved values that the search keeps or drops together; empty if the search changes each value alone."""
         self.known: dict[Choice, Effect] = {}
         self._left: tuple[Effect, ...] = ()
         self._weighed = 0
-        """How many of the measured choices have already been compared to find those that no other choice beats (``_left``)."""
+        """How many of the measured choices (what to keep or recompute) have already been compared to find those that no other
+        choice beats (``_left``).
+        """
         self.peaks: dict[Choice, int] = {}
         """Maps each measured choice (a way to treat the region's saved values) to a peak in bytes: the highest during the
-        region's own backward, if nothing is held for other regions."""
+        region's own backward, if nothing is held for other regions (module calls).
+        """
 
     def measure(self, choices: Iterable[Choice]) -> None:
-        """Compute and store the effects (added memory and time) of these choices.
+        """Compute and store the effects (added memory and time) of these choices (what to keep or recompute).
 
         Choices that were measured before are skipped.
         """
@@ -146,7 +158,7 @@ class _Generator:
             self.peaks.update((e.choice, int((self.fixed + e.backward).max())) for e in effects)
 
     def generate(self, given: Iterable[Choice], explored: Collection[Choice]) -> ChoiceSet:
-        """Return the set of choices for this kind of region.
+        """Return the set of choices (what to keep or recompute) for this kind of region (module call).
 
         If there are few possible choices, the set has all of them. Otherwise it has the choices on lower convex hulls of bytes
         held and seconds, and choices near them. One hull is found without other forms, and one with compressed and offloaded
@@ -169,7 +181,8 @@ class _Generator:
         return ChoiceSet(self._usable(), hull, is_complete=False)
 
     def _explore(self, prices: Prices, rounds: int) -> Hull:
-        """Measure choices on and near the lower convex hull of bytes held and seconds, and return this hull.
+        """Measure choices (what to keep or recompute) on and near the lower convex hull of bytes held and seconds, and return
+        this hull.
 
         ``prices`` are the bytes and seconds that the search weighs. ``rounds`` says how often variants of the choices are made.
         """
@@ -182,11 +195,12 @@ class _Generator:
         return hull
 
     def _explore_forms(self) -> Hull:
-        """Measure choices that compress or offload values, on and near lower convex hulls; return one hull for all of them.
+        """Measure choices (what to keep or recompute) that compress or offload values, on and near lower convex hulls; return
+        one hull for all of them.
 
         A hull is the lower convex hull of (bytes held, seconds). One is found for each of several prices of gradient error and
-        of bytes on the link, because all regions share both. The returned hull has the lines of all these hulls; the lines
-        bound all choices from below.
+        of bytes on the link, because all regions (module calls) share both. The returned hull has the lines of all these hulls;
+        the lines bound all choices from below.
         """
         known = set(self.known)
         sweeps = list(packing_sweeps(self.prices, self.most_squared_error / self.alike))
@@ -201,7 +215,8 @@ class _Generator:
         return Hull(hull.cuts, tuple(lines))
 
     def _sweep(self, prices: Sequence[Prices]) -> list[Hull]:
-        """Find the lower convex hull of (bytes held, seconds) for each entry of ``prices``, and measure the choices on it.
+        """Find the lower convex hull of (bytes held, seconds) for each entry of ``prices``, and measure the choices (what to
+        keep or recompute) on it.
 
         Return a list with these hulls.
         """
@@ -210,7 +225,8 @@ class _Generator:
         return hulls
 
     def _usable(self) -> tuple[Effect, ...]:
-        """Return the effects (added memory and time) of the measured choices that are worth giving to the solver.
+        """Return the effects (added memory and time) of the measured choices (what to keep or recompute) that are worth giving
+        to the solver.
 
         Their gradient error is small enough, and no other choice is at least as good in everything.
         """
@@ -220,13 +236,16 @@ class _Generator:
         return self._left
 
     def _is_usable(self, effect: Effect) -> bool:
-        """Return True if the gradient error of one choice, taken from its effect, is finite and within the limit."""
+        """Return True if the gradient error of one choice (what to keep or recompute), taken from its effect, is finite and
+        within the limit.
+        """
         return effect.squared_error <= self.most_squared_error and not math.isinf(effect.squared_error)
 
     def _variants(self, prices: Prices, effects: tuple[Effect, ...]) -> dict[Choice, None]:
-        """Return variants of the given choices: each differs in values that are in memory at the peak of the region's backward.
+        """Return variants of the given choices: each treats values differently that are in memory at the peak of backward.
 
-        ``effects`` belong to the given choices. The result is a dict without values, used as an ordered set.
+        A choice says what to keep and what to recompute. ``effects`` belong to the given choices. The result is a dict without
+        values, used as an ordered set.
         """
         view = self.view
         if not len(self.fixed):
@@ -252,12 +271,13 @@ class _Generator:
         return found
 
     def _descend(self) -> None:
-        """Measure choices on the way to a low peak: flip a value, a pair, or a kind of values, as long as this lowers the peak.
+        """Measure choices (what to keep or recompute) on the way to a low peak: flip a value, a pair, or a kind of values, as
+        long as this lowers the peak.
 
         To flip a value means to drop it if it is kept, and to keep it otherwise. Here the peak is the peak of the region's
-        backward plus the bytes that other regions of this kind hold. How many regions hold bytes is not known here, so several
-        counts are tried: none, one, all, and all regions of all micro-batches in flight. These descents run side by side, so
-        that one call measures the next flips of all of them.
+        backward plus the bytes that other regions (module calls) of this kind hold. How many regions hold bytes is not known
+        here, so several counts are tried: none, one, all, and all regions of all micro-batches in flight. These descents run
+        side by side, so that one call measures the next flips of all of them.
         """
         # Keeping less does not always lower the peak, because rebuilt values take memory too: on one Llama block, keeping
         # nothing had the same peak in backward as keeping everything, and keeping products and attention had a lower one
@@ -283,21 +303,24 @@ class _Generator:
                 left = stuck
 
     def _flips_of_one_or_a_kind(self, choice: Choice) -> list[Choice]:
-        """Return copies of the choice with one value flipped, or with a kind of values kept or dropped."""
+        """Return copies of the choice. Each copy flips one value (keeps it instead of dropping it, or the reverse), or keeps or
+        drops all values of a kind.
+        """
         found = [_flip(choice, {value}) for value in self.by_size[:_FLIPPED_VALUES]]
         for values in self.kinds:
             found += [_keep(choice, values), choice.without(values)]
         return found
 
     def _flips_of_pairs(self, choice: Choice) -> list[Choice]:
-        """Return copies of the choice with two of its largest values flipped."""
+        """Return copies of the choice with two of the largest values flipped: kept instead of dropped, or the reverse."""
         return [_flip(choice, pair) for pair in itertools.combinations(self.by_size[:_PAIRED_VALUES], 2)]
 
     def _height(self, choice: Choice, others: int) -> tuple[int, float]:
-        """Return two numbers for one choice: the peak in bytes, and the seconds that the choice adds to the step.
+        """Return the peak in bytes under one choice (what to keep or recompute), and the seconds that the choice adds to the
+        step.
 
-        The peak counts ``others`` further regions of this kind that hold their bytes too. A choice with too large an error has
-        the largest number as its peak.
+        The peak counts ``others`` further regions (module calls) of this kind that hold their bytes too. A choice with too
+        large an error has the largest number as its peak.
         """
         effect = self.known[choice]
         if not self._is_usable(effect):
@@ -306,7 +329,9 @@ class _Generator:
 
 
 def _every_choice(view: RegionView) -> Iterable[Choice] | None:
-    """Return an iterable of all possible choices of a region; ``None`` if there are more than 512."""
+    """Return an iterable of all possible choices (what to keep or recompute) of a region (module call); ``None`` if there are
+    more than 512.
+    """
     states = [[("keep", v), *([("drop", v)] if v in view.droppable else [])] for v in view.decided]
     for value, options in zip(view.decided, states, strict=True):
         entry = view.forms.get(value)
@@ -353,15 +378,17 @@ def _flip(choice: Choice, values: Iterable[int]) -> Choice:
 
 
 def _is_read_by(index: StepIndex, view: RegionView, value: int, instant: int) -> bool:
-    """Return True if backward needs a value's saved tensor at an instant, so that any choice has the value in memory then."""
+    """Return True if backward needs a value's saved tensor at an instant, so that any choice (what to keep or recompute) has
+    the value in memory then.
+    """
     return any(2 * slot.unpacked <= instant < slot_stop(index.trace, slot) for slot in view.slots_of[value])
 
 
 def _undominated(effects: list[Effect]) -> tuple[Effect, ...]:
-    """Return the effects of the choices that no other choice dominates.
+    """Return the effects of the choices (what to keep or recompute) that no other choice dominates.
 
-    A choice dominates another if it is at most as large in seconds, in gradient error, in bytes on the link, and in added bytes
-    at each instant.
+    A choice dominates another if it is at most as large in seconds, in gradient error, in bytes on the link (to host memory or
+    disk), and in added bytes at each instant.
     """
     order = sorted(
         effects,
@@ -404,6 +431,8 @@ def _undominated(effects: list[Effect]) -> tuple[Effect, ...]:
 
 
 def _retained_range(effect: Effect) -> tuple[int, int]:
-    """Return two numbers: the least and the most bytes that a choice adds between the region's forward and its backward."""
+    """Return two numbers: the least and the most bytes that a choice adds between forward and backward of a region (module
+    call).
+    """
     least = effect.retained_bytes - sum(relief.size for relief in effect.relief if relief.size > 0)
     return least, effect.retained_bytes - sum(relief.size for relief in effect.relief if relief.size < 0)

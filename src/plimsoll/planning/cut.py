@@ -1,4 +1,4 @@
-"""Finds the cheapest set of values to keep in one region at a given price of memory, as a minimum s-t cut.
+"""Finds the cheapest set of values to keep in one region (module call) at a given price of memory, as a minimum s-t cut.
 
 The cost is the price of the bytes held from forward to backward, plus the seconds of ops that run again. A slot is one tensor
 that autograd saved. A mode is a way to hold a value: unchanged, or in another form (compressed, offloaded).
@@ -51,9 +51,10 @@ bits of scipy's flow."""
 class Mode:
     """Data: one form that a value may take instead of being held unchanged, and what the form costs.
 
-    A form is a codec's payload, or a transfer over a link. ``held_bytes`` stay on the device, ``seconds`` is the least time for
-    packing the value and bringing it back, ``squared_error`` the squared gradient error, and ``link_bytes`` the bytes sent. A
-    form that ``is_private`` serves only the saved tensors of the value itself: no other value can be recomputed from it.
+    A form is a codec's payload, or a transfer over a link (to host memory or disk). ``held_bytes`` stay on the device,
+    ``seconds`` is the least time for packing the value and bringing it back, ``squared_error`` the squared gradient error, and
+    ``link_bytes`` the bytes sent. A form that ``is_private`` serves only the saved tensors of the value itself: no other value
+    can be recomputed from it.
     """
 
     form: str
@@ -68,9 +69,10 @@ class Mode:
 class Prices:
     """Data: what one region's decisions cost, apart from the price of a byte. A minimum cut weighs these costs.
 
-    ``op_seconds`` has, for each op of the region, the seconds to run it again. ``held_bytes`` maps each value that can be
-    stored to the bytes that holding it adds: the values that are decided about, and the inputs that are copied. ``modes`` maps
-    values to their additional forms (compressed or offloaded). ``error_price`` is in seconds per squared relative error.
+    ``op_seconds`` has, for each op of the region (module call), the seconds to run it again. ``held_bytes`` maps each value
+    that can be stored to the bytes that holding it adds: the values that are decided about, and the inputs that are copied.
+    ``modes`` maps values to their additional forms (compressed or offloaded). ``error_price`` is in seconds per squared
+    relative error.
     """
 
     held_bytes: dict[int, float]
@@ -110,7 +112,8 @@ SOURCE, SINK = 0, 1
 
 
 class Network:
-    """The graph whose minimum cut is one region's cheapest choice: edge ``e`` goes from node ``tails[e]`` to ``heads[e]``.
+    """The graph whose minimum cut says what a region (module call) should keep: edge ``e`` goes from ``tails[e]`` to
+    ``heads[e]``.
 
     The graph is the same for all prices; only the ``capacities`` of its edges differ.
     """
@@ -123,7 +126,9 @@ class Network:
         self.read = sorted({graph.slots[slot].value for slot in graph.backward_order} & set(view.decided))
         held_anyway = view.free | view.forced
         self.held = [value.id for value in graph.values if value.id not in held_anyway]
-        """The ids of the values that have an edge for being held, in the order of these edges."""
+        """The ids of the values that may be held until backward. Each has an edge in the graph; the ids are in the order of
+        these edges.
+        """
         edges = [(SOURCE, self.value_node(value)) for value in self.read]
         for value in self.held:
             producer = graph.values[value].producer
@@ -143,7 +148,8 @@ class Network:
     def capacities(self, offers: Offers, prices_seconds_per_byte: Floats) -> Floats:
         """Return a table of the edges' capacities in seconds: one row for each price of memory, one column for each edge.
 
-        An edge that a cut must not cross has the capacity ``inf``. ``offers`` must be made for this graph's region.
+        An edge that a cut must not cross has the capacity ``inf``. ``offers`` must be made for this graph's region (module
+        call).
         """
         graph = self.view.graph
         found = np.full((len(prices_seconds_per_byte), len(self.tails)), np.inf)
@@ -221,11 +227,11 @@ class Network:
 
 
 class Offers:
-    """The ways to hold the values of one region, in tables of bytes and seconds with a row for each value.
+    """The ways to hold the values of one region (module call), in tables of bytes and seconds with a row for each value.
 
     Each column is a way. The first way holds the value unchanged; it costs infinity if the value cannot be stored. The other
-    ways are the value's forms (compressed, offloaded). Forms that serve only the saved tensors of
-    the value itself have separate tables.
+    ways are the value's forms (compressed, offloaded). Forms that serve only the saved tensors of the value itself have
+    separate tables.
     """
 
     def __init__(self, view: RegionView, prices: Prices) -> None:
@@ -271,12 +277,12 @@ class Offers:
 
 
 def solve_cuts(network: Network, requests: Sequence[tuple[Offers, Floats]]) -> list[list[Cut]]:
-    """Return the cheapest choices (what to keep, to pack and to recompute) of one region at many prices of a byte.
+    """Return the cheapest choices (what to keep, to pack and to recompute) of one region (module call) at many prices of a
+    byte.
 
     Args:
         network: the region's network.
-        requests: offers, and the prices at which to weigh them: the seconds that one byte held from forward to backward
-            costs.
+        requests: offers, and the prices at which to weigh them: the seconds that one byte held from forward to backward costs.
 
     Returns:
         A list with one entry for each request: a list with one cut for each of its prices.
@@ -301,7 +307,8 @@ def solve_cuts(network: Network, requests: Sequence[tuple[Offers, Floats]]) -> l
 
 
 def _read_off(network: Network, offers: Offers, prices: Floats, reached: Mask, lower: Floats) -> list[Cut]:
-    """Translate solved minimum cuts into choices of one region with their costs, one for each price of a byte.
+    """Translate solved minimum cuts into choices (what to keep or recompute) of one region (module call) with their costs, one
+    for each price of a byte.
 
     ``reached`` says which nodes of the graph are on the source side of each cut.
     """

@@ -20,10 +20,10 @@ from plimsoll.units import MIB, format_seconds
 
 
 def decide(simulation: Simulation, prices_seconds_per_byte: Sequence[float]) -> tuple[RegionPlan, ...]:
-    """Return the decisions of a simulated step, as one `RegionPlan` for each region.
+    """Return the decisions of a simulated step, as one `RegionPlan` for each region (module call).
 
     Args:
-        simulation: the step under its choices.
+        simulation: the step under its choices (what to keep or recompute).
         prices_seconds_per_byte: for each region, the seconds per step that one byte costs if the region holds it from its
             forward to the end of its backward (0 if bytes are not scarce).
     """
@@ -61,10 +61,10 @@ def write_plan(simulation: Simulation, baseline: Simulation, strategy: str, regi
     """Return a plan for a simulated step that a strategy made. The plan has neither a budget nor a lower bound.
 
     Args:
-        simulation: the step under its choices.
+        simulation: the step under its choices (what to keep or recompute).
         baseline: the same step with everything kept.
         strategy: the name of the strategy that made the choices.
-        region_prices: for each region, the seconds per step that one held byte costs, as for ``decide``.
+        region_prices: for each region (module call), the seconds per step that one held byte costs, as for ``decide``.
     """
     trace, costs = simulation.index.trace, simulation.index.costs
     curves, held = category_curves(simulation), held_for_backward(baseline)
@@ -101,7 +101,8 @@ def write_plan(simulation: Simulation, baseline: Simulation, strategy: str, regi
 def _retained_bytes(
     index: StepIndex, view: RegionView, choice: Choice, schedule: Schedule, linked: frozenset[int], counted: set[int]
 ) -> int:
-    """Return the number of bytes that a region holds between its forward and its backward, if it follows a choice.
+    """Return the number of bytes that a region (module call) holds between its forward and its backward, if it follows a choice
+    (what to keep or recompute).
 
     A storage that several regions hold counts only at the first of them: ``counted`` collects the storages counted so far.
     """
@@ -124,7 +125,7 @@ def _retained_bytes(
 def _decisions(
     index: StepIndex, view: RegionView, choice: Choice, schedule: Schedule, linked: frozenset[int], price: float
 ) -> tuple[ValueDecision, ...]:
-    """Return the decision for each saved value of a region, with its reason, in the order of saving."""
+    """Return the decision for each saved value of a region (module call), with its reason, in the order of saving."""
     graph = view.graph
     held = held_bytes(index, view)
     shares = _replay_shares(index, view, schedule)
@@ -194,7 +195,9 @@ def _seconds_to_rebuild(index: StepIndex, view: RegionView, value: int, choice: 
 
 
 def _schedule(view: RegionView, choice: Choice) -> Schedule:
-    """Return how and when one region recomputes the values that a choice drops, as if the region's inputs were held."""
+    """Return how and when one region (module call) recomputes the values that a choice (what to keep or recompute) drops, as if
+    the region's inputs were held.
+    """
     inputs = frozenset(view.movable) - choice.kept - choice.forms.keys()
     dropped = view.everything - choice.kept - choice.forms.keys() - inputs
     return build_schedule(view.graph, view.leaves | choice.kept | inputs, dropped, packed=choice.forms)

@@ -76,10 +76,11 @@ def describe_peak(simulation: Simulation) -> Peak:
 
 
 def describe_largest_change(before: Simulation, after: Simulation) -> str:
-    """Return a text that names the largest group of values that ``after`` drops or packs and ``before`` does not, or an empty
-    text if there is none.
+    """Return a text that names the largest group of values that ``after`` recomputes, compresses or offloads and ``before``
+    keeps.
 
-    A group has the values of one name in all regions: ``recompute gelu#0 in 2 more blocks, 8.0 MiB``.
+    A group has the values of one name in all regions: ``recompute gelu#0 in 2 more blocks, 8.0 MiB``. The text is empty if no
+    value has changed in this way.
     """
     index = after.index
     bytes_of: Counter[tuple[str, str]] = Counter()
@@ -203,7 +204,8 @@ def forward_end(trace: Trace) -> int:
 
 
 def rebuilt_parts(simulation: Simulation) -> tuple[RecomputedPart, ...]:
-    """Return one entry for each region that recomputes, with the most bytes of rebuilt values and the ops that run again.
+    """Return one entry for each region (module call) that recomputes, with the most bytes of rebuilt values and the ops that
+    run again.
 
     Regions that are rebuilt together share one entry: one of them drops its input, and the other rebuilds this input. Ops are
     counted, not listed.
@@ -265,7 +267,7 @@ class _Log:
     def storages(self, replays: StepReplays) -> None:
         """Record the allocation and release of each storage of the trace, parameters first.
 
-        A storage lives as long as the trace holds it or a region holds it for backward.
+        A storage lives as long as the trace holds it or a region (module call) holds it for backward.
         """
         for storage in sorted(self.index.trace.storages, key=_place_at_start):
             is_state = storage.born < 0 and storage.category is not Category.INPUT
@@ -296,7 +298,10 @@ class _Log:
                 self._span((2 * tick + 1, 2 * tick + 2), size, f"workspace of {op.name}", Category.TEMPORARY)
 
     def rebuilt(self, outcome: Replay) -> None:
-        """Record the buffers of one replay (the recomputation of linked regions), in the order of allocations and releases."""
+        """Record the buffers that one recomputation allocates and releases, in order.
+
+        It may be the recomputation of several regions (module calls), if one of them drops an input that another one rebuilds.
+        """
         first = self.blocks
         for buffer in outcome.buffers:
             if buffer.bytes:

@@ -1,8 +1,8 @@
-"""Data about what one choice of one region adds to the step's memory and time; `measuring` computes it.
+"""Data about what one choice of one region (module call) adds to the step's memory and time; `measuring` computes it.
 
 A choice says which saved values a region keeps, recomputes, compresses or offloads. Two regions are *alike* if they have the
-same graph, the same ticks relative to their forward and backward, and the same storages alive in any case. Alike regions share
-their effects, so a choice of 80 equal blocks is measured once.
+same graph, the same ticks (positions among the ops) relative to their forward and backward, and the same storages alive in any
+case. Alike regions share their effects, so a choice of 80 equal blocks is measured once.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from plimsoll.planning.step import Ints, RegionView, Span, StepIndex, merge, slo
 
 @dataclass(frozen=True, slots=True)
 class RegionFrame:
-    """Data: when one region runs, in instants: its forward ``[entry, exit)``, and its backward ``[start, stop)``.
+    """Data: when one region (module call) runs, in instants: its forward ``[entry, exit)``, and its backward ``[start, stop)``.
 
     An instant is a moment before or during an op. The backward ends when the last of the region's saved tensors is released,
     which may be late.
@@ -30,12 +30,13 @@ class RegionFrame:
 
 
 class Relief(NamedTuple):
-    """Data: bytes (``size``) that a choice does not add during a part of the time between forward and backward.
+    """Data: bytes (``size``) that a choice (what to keep or recompute) does not add for a part of the time between forward and
+    backward.
 
-    A negative size means that the choice adds more then.
+    They are in memory then under any plan. A negative size means that the choice adds more then.
 
-    Start and stop count from the region's exit, or, with ``is_before_backward``, from the start of its backward. The time
-    between these two differs between regions that are alike.
+    Start and stop count from the end of the region's forward, or, with ``is_before_backward``, from the start of its backward.
+    The time between these two differs between regions (module calls) that are alike.
     """
 
     start: int
@@ -46,7 +47,8 @@ class Relief(NamedTuple):
     def span(self, frame: RegionFrame) -> Span:
         """Return when this relief applies in the step of a given region: the first instant, and the first instant after it.
 
-        A relief is a number of bytes that a choice does not add for a part of the time between forward and backward.
+        A relief is a number of bytes that a choice (what to keep or recompute) does not add for a part of the time between
+        forward and backward.
         """
         origin = frame.start if self.is_before_backward else frame.exit
         return origin + self.start, origin + self.stop
@@ -54,7 +56,8 @@ class Relief(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Effect:
-    """Data: what one choice of one region adds to the bytes that no decision changes, and to the step's time.
+    """Data: what one choice (what to keep or recompute) of one region (module call) adds to the bytes that no decision changes,
+    and to the step's time.
 
     ``copied_bytes`` are added from the region's first instant on, and ``exit_bytes`` in addition at the last instant of its
     forward. ``retained_bytes`` (copies included) are added between its forward and its backward, and ``backward`` has the bytes
@@ -78,7 +81,7 @@ class Effect:
 
 
 def frame_of(index: StepIndex, view: RegionView) -> RegionFrame:
-    """Return when a region runs in its step: the instants of the region's forward and backward.
+    """Return when a region (module call) runs in its step: the instants of the region's forward and backward.
 
     An instant is a moment before or during an op.
     """
@@ -90,7 +93,7 @@ def frame_of(index: StepIndex, view: RegionView) -> RegionFrame:
 
 
 def own_cover(index: StepIndex, frame: RegionFrame, storage: int) -> list[Span]:
-    """Return the spans of instants at which a storage is alive under any plan, within the time of one region.
+    """Return the spans of instants at which a storage is alive under any plan, within the time of one region (module call).
 
     This time is from the end of the region's forward to the end of its backward.
     """
@@ -98,12 +101,12 @@ def own_cover(index: StepIndex, frame: RegionFrame, storage: int) -> list[Span]:
 
 
 def is_between(frame: RegionFrame, spans: list[Span]) -> bool:
-    """Return True if one of the spans covers all the time between the region's forward and backward."""
+    """Return True if one of the spans covers all the time between the forward and the backward of a region (module call)."""
     return any(a <= frame.exit and b >= frame.start for a, b in spans)
 
 
 def relief_spans(index: StepIndex, frame: RegionFrame, storage: int) -> list[Span]:
-    """Return the spans, between a region's forward and backward, at which a storage is alive under any plan.
+    """Return the spans, between forward and backward of a region (module call), at which a storage is alive under any plan.
 
     Holding the storage then adds no bytes. The result is empty if the storage is alive all that time.
     """
@@ -112,7 +115,8 @@ def relief_spans(index: StepIndex, frame: RegionFrame, storage: int) -> list[Spa
 
 
 def likeness(index: StepIndex, view: RegionView) -> Hashable:
-    """Return a key that is equal for two regions if equal choices add equal memory and time in both.
+    """Return a key that is equal for two regions (module calls) if equal choices (what to keep or recompute) add equal memory
+    and time in both.
 
     So the effects of choices have to be measured only once for such regions.
     """
@@ -137,12 +141,16 @@ def likeness(index: StepIndex, view: RegionView) -> Hashable:
 
 
 def program(view: RegionView) -> Hashable:
-    """Return a key that is equal for two regions if they run the same ops at the same costs and decide about equal values."""
+    """Return a key that is equal for two regions (module calls) if they run the same ops at the same costs and decide about
+    equal values.
+    """
     return structure(view), tuple(op.cost_key for op in view.graph.ops)
 
 
 def structure(view: RegionView) -> Hashable:
-    """Return a key that is equal for two regions if they have the same possible choices, whatever the choices cost."""
+    """Return a key that is equal for two regions (module calls) if they have the same possible choices (what to keep or
+    recompute), whatever the choices cost.
+    """
     graph = view.graph
     ops = tuple((op.reads, op.writes, op.obstacle) for op in graph.ops)
     values = tuple((v.bytes, v.producer, v.origin.value) for v in graph.values)
@@ -155,9 +163,10 @@ def structure(view: RegionView) -> Hashable:
 
 
 def _windows(index: StepIndex, view: RegionView) -> Hashable:
-    """Return a key of when a region's transfers over the link begin and end, and how many seconds of compute hide them.
+    """Return a key that is equal for regions (module calls) whose transfers make the step wait equally long.
 
-    Regions with equal keys wait equally long. ``None`` if the region cannot offload anything.
+    It says when transfers over the link to host memory or disk begin and end, and how many seconds of compute hide them.
+    ``None`` if the region cannot offload anything.
     """
     after = index.neighbour(view.call.index)
     if after is None or not any(form.link_bytes for entry in view.forms.values() for form in entry.forms):
@@ -168,7 +177,8 @@ def _windows(index: StepIndex, view: RegionView) -> Hashable:
 
 
 def held_bytes(index: StepIndex, view: RegionView) -> dict[int, int]:
-    """Return a mapping from each value of a region to the bytes that holding it adds between forward and backward.
+    """Return a mapping from each value of a region (module call) to the bytes that holding it adds between forward and
+    backward.
 
     It contains the values that are decided about, and the inputs that would be copied. An input that forward does not write to
     any more adds 0 here: it is held without a copy, and other regions may hold it too.

@@ -124,7 +124,7 @@ def notes_about_peak(simulation: Simulation, baseline: Simulation) -> tuple[str,
 
 
 def _resident_bytes(simulation: Simulation) -> int:
-    """Return the bytes alive in a simulated step when the last region's forward has ended."""
+    """Return the bytes alive in a simulated step when the forward of the last region (module call) has ended."""
     views = simulation.index.views
     if not views:
         return 0
@@ -204,7 +204,7 @@ def worth(price: float) -> str:
 
 
 def why_kept(view: RegionView, value: int) -> str:
-    """Return a text with the reason why one value of a region is kept under every plan."""
+    """Return a text with the reason why one value of a region (module call) is kept under every plan."""
     if view.call.obstacle:
         return f"the region is not managed: {view.call.obstacle}"
     entry = view.graph.values[value]

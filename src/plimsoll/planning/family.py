@@ -56,7 +56,9 @@ class Family(Generic[S]):
         return self._shapes
 
     def covers(self, shape: S) -> bool:
-        """Return True if the family has a trace for a batch shape: it was traced, or it can be predicted, if only roughly."""
+        """Return True if the family (one step at many batch sizes) has a trace for a batch shape: it was traced, or it can be
+        predicted, if only roughly.
+        """
         return shape in self._traces or (len(self._shapes) > 1 and self.dimensions.can_tell(shape))
 
     def knows(self, shape: S) -> bool:
@@ -133,7 +135,8 @@ class Family(Generic[S]):
     def _name_ops(self) -> dict[tuple[str, ...], str]:
         """Return a mapping that gives each op of the step a unique name, to be the op's cost key in predicted traces.
 
-        The key of the mapping is a tuple with the op's cost key in each member (each trace of the family).
+        The key of the mapping is a tuple with the op's cost key (its name with shapes) in each traced size of the family (one
+        step at many batch sizes).
         """
         names: dict[tuple[str, ...], str] = {}
         for together in zip(*map(_costed_ops, self._members), strict=True):
@@ -158,7 +161,8 @@ class Family(Generic[S]):
     def _spec(self, keys: tuple[str, ...], shape: S) -> OpSpec:
         """Return the specification of an op at a batch shape: its predicted arithmetic and moved bytes.
 
-        ``keys`` are the op's cost keys in all members, the traces of the family.
+        ``keys`` are the op's cost keys (ops with their shapes) in all members, the traces of the family (one step at many batch
+        sizes).
         """
         specs = [trace.specs[key] for trace, key in zip(self._members, keys, strict=True)]
         if shape in self._shapes:
@@ -203,7 +207,7 @@ class Family(Generic[S]):
 
 
 def _costed_ops(trace: Trace) -> Iterator[TraceOp | RegionOp]:
-    """Yield all ops that have seconds of their own in a trace: the ops of the step, then the ops of its regions.
+    """Yield all ops that have seconds of their own in a trace: the ops of the step, then the ops of its regions (module calls).
 
     Both are needed, because an op of a compiled region may be a part of another kernel in the step.
     """
@@ -213,7 +217,7 @@ def _costed_ops(trace: Trace) -> Iterator[TraceOp | RegionOp]:
 
 
 def _renamed(ops: Sequence[Sequence[Any]], names: Mapping[tuple[str, ...], str]) -> tuple[Any, ...]:
-    """Return the first member's ops with new cost keys.
+    """Return the first member's ops with new cost keys (ops with their shapes).
 
     ``ops`` has the ops of each member (each trace of the family). ``names`` maps an op's cost keys in all members to the new
     key.
@@ -331,7 +335,7 @@ def _without_bytes(sized: Sequence[Any]) -> list[Any]:
 def _bare_region(region: RegionCall) -> tuple[object, ...]:
     """Return a tuple with everything that defines a region call's structure, without sizes.
 
-    Two region calls have the same structure if their tuples are equal.
+    Two region calls (calls of planned modules) have the same structure if their tuples are equal.
     """
     graph: RegionGraph = region.graph
     ops = [msgspec.structs.replace(op, cost_key="") for op in graph.ops]

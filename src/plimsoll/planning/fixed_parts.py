@@ -1,4 +1,6 @@
-"""Finds the activations that every plan of a model keeps, and the regions whose calls depend on data, for messages."""
+"""Finds the activations that every plan of a model keeps, and the regions (module calls) whose calls depend on data, for
+messages.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,9 @@ def fixed_parts(index: StepIndex, held: tuple[Storage, ...]) -> tuple[FixedPart,
 
 
 def notes_about_plans(baseline: Simulation) -> tuple[str, ...]:
-    """Return sentences that say what every plan of a model keeps, if that is much, and which regions read values of tensors."""
+    """Return sentences that say what every plan of a model keeps, if that is much, and which regions (module calls) read values
+    of tensors.
+    """
     held = held_for_backward(baseline)
     regions_of: dict[str, dict[str, None]] = {}
     for view in baseline.index.views:

@@ -33,13 +33,19 @@ _TOLERANCE = 1e-6
 """A new point is added to the hull only if it lies below the chord between its neighbours by more than this share. Smaller
 distances may come from the rounding of capacities."""
 _LEAST_STEP = 1e-4
-"""Two ways of holding a value whose bytes differ by less than this share of the region's bytes count as equally large.
-Otherwise the small difference would only raise the highest price that a sweep tries."""
+"""Two ways of holding a value count as equally large if their bytes differ by less than this share of the bytes of the region
+(module call).
+
+Otherwise the small difference would only raise the highest price of a byte that the search tries.
+"""
 _ERROR_PRICES = (0.01, 0.1, 1.0, 10.0)
-"""The search tries these prices of gradient error. Their unit is the seconds of all ops of the region, divided by the squared
-error that one region may spend."""
+"""The search tries these prices of gradient error. Their unit is the seconds of all ops of the region (module call), divided by
+the squared error that one region may spend.
+"""
 _LINK_SHARES = (0.3, 0.6, 1.0)
-"""The search tries these prices for a byte sent over the link. They are shares of the price of a byte held on the device."""
+"""The search tries these prices for a byte sent over the link (to host memory or disk). They are shares of the price of a byte
+held on the device.
+"""
 _WINDOW_SHARES = (1.0, 0.5)
 """A transfer's window is the compute that hides the transfer. The search offloads values until these shares of the window are
 full."""
@@ -47,7 +53,7 @@ full."""
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Data: a lower bound of a region's seconds that holds for each of its choices.
+    """Data: a lower bound of the seconds that a region (module call) adds, for each of its choices (what to keep or recompute).
 
     ``seconds >= value_seconds - price · bytes - error price · error² - link price · bytes sent``
     """
@@ -60,7 +66,8 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Hull:
-    """Data: a lower convex hull of one region's choices, by bytes held and seconds added.
+    """Data: a lower convex hull of the choices (what to keep or recompute) of a region (module call), by bytes held and seconds
+    added.
 
     It has the choices at the hull's vertices, most bytes first, and lines: lower bounds of seconds that hold for all choices.
     """
@@ -70,9 +77,10 @@ class Hull:
 
 
 class Sweeper:
-    """Finds lower convex hulls (bytes held, seconds) for one region, and for regions with the same graph and costs.
+    """Finds lower convex hulls (bytes held, seconds) for one region (module call), and for regions with the same graph and
+    costs.
 
-    The hull of each sweep is cached.
+    Each hull is the result of a sweep, a search at many prices of a byte. Hulls are cached.
     """
 
     def __init__(self, view: RegionView) -> None:
@@ -102,10 +110,11 @@ def _key(prices: Prices) -> Hashable:
 
 
 class _Bisection:
-    """The state of one sweep, which varies the price of a byte to find all choices on one region's lower convex hull.
+    """The state of one sweep: a search, at many prices of a byte, for the choices that need the fewest seconds for their bytes.
 
-    It has the points and lines found, and the prices to solve next (``asked``). Each price in ``asked`` is the slope between
-    two neighbouring points that may have another point between them.
+    They are the points on the lower convex hull (bytes held, seconds) of one region (module call). The state has the points and
+    lines found, and the prices to solve next (``asked``). Each price in ``asked`` is the slope between two neighbouring points
+    that may have another point between them.
     """
 
     def __init__(self, view: RegionView, prices: Prices) -> None:
@@ -124,7 +133,8 @@ class _Bisection:
             self.asked.append(2 * self._total_seconds / smallest)
 
     def take(self, cuts: Sequence[Cut]) -> None:
-        """Add the cheapest choices found at the prices in ``asked`` to the hull, and set ``asked`` to the next prices.
+        """Add the cheapest choices (what to keep or recompute) found at the prices in ``asked`` to the hull, and set ``asked``
+        to the next prices.
 
         There is one cut (a cheapest choice with its costs) for each price in ``asked``.
         """
@@ -148,13 +158,15 @@ class _Bisection:
         self.asked = [(less.seconds - more.seconds) / (more.held_bytes - less.held_bytes) for more, less in self._pairs]
 
     def hull(self) -> Hull:
-        """Return the result of this sweep: the lower convex hull (bytes held, seconds) of all points, and the lines."""
+        """Return the result of this sweep (search at many prices of a byte): the lower convex hull (bytes held, seconds) of all
+        points, and the lines.
+        """
         found = sorted(self._found, key=lambda cut: (-cut.held_bytes, cut.seconds))
         return Hull(cuts=tuple(found), lines=tuple(self._lines))
 
 
 def _steps(prices: Prices) -> list[float]:
-    """Return the differences in bytes between the ways to hold each value of a region, as one list.
+    """Return the differences in bytes between the ways to hold each value of a region (module call), as one list.
 
     Ways are: unchanged, compressed, or not at all. Differences too small to matter are left out.
     """
@@ -167,7 +179,8 @@ def _steps(prices: Prices) -> list[float]:
 
 
 def modes_of(view: RegionView) -> dict[int, tuple[Mode, ...]]:
-    """Return a mapping from values of a region to the forms (codecs, links) that a minimum cut may choose for them.
+    """Return a mapping from values of a region (module call) to the forms (codecs, links) that a minimum cut may choose for
+    them.
 
     Transfers count as hidden by compute, so their seconds are left out. Forms with an infinite error are left out too.
     """
@@ -185,10 +198,10 @@ def _mode(view: RegionView, value: int, form: Form) -> Mode:
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """Data: the prices of one sweep, a search for the cheapest choices at many prices of a byte.
+    """Data: the prices of one sweep, a search for the cheapest choices (what to keep or recompute) at many prices of a byte.
 
-    With a ``link_share``, a byte sent costs this share of the price of a byte held. If ``least_error`` is not 0, forms are
-    missing from the prices, and each choice that uses a missing form has at least this squared error.
+    With a ``link_share``, a byte sent costs this share of the price of a byte held. If ``least_error`` is not 0, forms (codecs
+    or offload) are missing from the prices, and each choice that uses a missing form has at least this squared error.
     """
 
     prices: Prices
@@ -196,9 +209,10 @@ class Sweep:
     least_error: float = 0.0
 
     def lines(self, lines: Iterable[Line]) -> Iterator[Line]:
-        """Yield the lines (lower bounds of a region's seconds) that this sweep found, changed to hold for all choices.
+        """Yield the lines that this sweep found, changed to hold for all choices (what to keep or recompute).
 
-        A price on error makes them valid also for choices with forms that the sweep's prices leave out.
+        A line is a lower bound of the seconds that a region (module call) adds. A price on error makes the lines valid also for
+        choices with forms (codecs, offloading) that the sweep's prices leave out.
         """
         for line in lines:
             yield Line(
@@ -210,13 +224,13 @@ class Sweep:
 
 
 def packing_sweeps(prices: Prices, squared_error: float) -> Iterator[Sweep]:
-    """Yield sweeps: sets of prices for the search, with different costs of storing a value in another form.
+    """Yield sweeps: sets of prices for the search, with different costs of storing a value in another form (codec or offload).
 
     The sweeps have a price on gradient error, or a price on bytes sent, or no lossy forms.
 
     Args:
         prices: the prices with all forms, and without a price on error.
-        squared_error: the squared error that one region may spend.
+        squared_error: the squared error that one region (module call) may spend.
     """
     modes = [(value, mode) for value, found in prices.modes.items() for mode in found]
     lossy = {(value, mode.form): mode.squared_error for value, mode in modes if mode.squared_error}
@@ -244,7 +258,7 @@ def _charge(prices: Prices, link_share: float) -> dict[int, tuple[Mode, ...]]:
 
 
 def limit_offload(index: StepIndex, view: RegionView, prices: Prices) -> Iterator[Prices]:
-    """Yield variants of one region's prices that allow offloading only for as many values as compute can hide.
+    """Yield variants of the prices of a region (module call) that allow offloading only for as many values as compute can hide.
 
     Values are taken in one of two orders: the largest first, or those that are dearest to recompute (per byte) first.
     """
@@ -281,7 +295,7 @@ def _without(prices: Prices, banned: Set[tuple[int, str]]) -> Prices:
 def _producer_seconds(view: RegionView, prices: Prices, value: int) -> float:
     """Return the seconds of the op that makes a value, to rank values for offloading.
 
-    For an input of the region, return the seconds of all ops, so that it comes first.
+    For an input of the region (module call), return the seconds of all ops, so that it comes first.
     """
     producer = view.graph.values[value].producer
     return prices.op_seconds[producer] if producer >= 0 else sum(prices.op_seconds)

@@ -47,10 +47,15 @@ FINE_GAP = 1e-4
 COARSE_GAP = 3e-3
 EXACT_GAP = 0.0
 WIDE_GAP = 1e-2
-"""The four gaps are distances from the optimum, as shares of the step's time. Near the floor many windows bind at once, and
-plans found near the relaxed optimum may be this far from it. Branching is worth its time only beyond this gap."""
+"""If a plan found by search is within this distance from the optimum, do not branch: it would take too much time.
+
+The distance is a share of the step's time. Near the floor (lowest reachable peak) many windows (stretches of the step) are full
+at once, and plans found near the relaxed optimum may be this far from it.
+"""
 SMALL_COLUMNS = 400
-"""A program with at most this many choices is small: it is solved by branching to the end, if its choices are complete."""
+"""A program with at most this many choices (what to keep or recompute) is small: it is solved by branching to the end, if its
+choices are complete.
+"""
 # Equal blocks make the program symmetric, so that closing the last thousandth of the gap can take a minute. With this limit the
 # search took 0.4 s on a Llama of 8 blocks (docs/project/lab-notes.md).
 MOST_NODES = 400
@@ -60,23 +65,26 @@ STAGE_SECONDS = 2.0
 whole search in shallow models."""
 FLOOR_GAP = 2e-3
 NEAR_FLOOR = 1e-2
-"""The search for the smallest peak stops when its result is at most this share above the optimum, if there are many choices. If
-there are few, the share is ``FLOOR_GAP``."""
+"""The search for the smallest peak stops when its result is at most this share above the optimum, if there are many choices
+(what to keep or recompute). If there are few, the share is ``FLOOR_GAP``.
+"""
 _HAIR = 1e-9
 """Tolerance for rounding in linear programs. Peaks that differ by at most this share count as equal, and a reduced cost less
 than this below 0 counts as 0."""
 _SPARED, _JOINING = 32, 3
-"""Linear programs start with one choice in 32; then up to 3 choices of each region join at a time. The optimum is the same as
-with all choices from the start, in a third to a fifth of the time (docs/project/design/many-choices-at-once.md)."""
+"""Linear programs start with one choice (what to keep or recompute) in 32; then up to 3 choices of each region (module call)
+join at a time. The optimum is the same as with all choices from the start, in a third to a fifth of the time
+(docs/project/design/many-choices-at-once.md).
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
     """Data: the result of one run of the solver.
 
-    ``effects`` has the choice taken for each region, with its memory and time; ``None`` if the solver found no combination.
-    ``lower_value`` is a proven lower bound of the minimised number (seconds added to the step, or bytes of the peak).
-    ``is_finished`` is False if the time ran out.
+    ``effects`` has the choice (what to keep or recompute) taken for each region (module call), with its memory and time;
+    ``None`` if the solver found no combination. ``lower_value`` is a proven lower bound of the minimised number (seconds added
+    to the step, or bytes of the peak). ``is_finished`` is False if the time ran out.
     """
 
     effects: tuple[Effect, ...] | None
@@ -86,7 +94,7 @@ class Selection:
 
 @dataclass(frozen=True, slots=True)
 class Relaxed:
-    """Data: the optimum of the relaxed program, which may mix choices of one region.
+    """Data: the optimum of the relaxed program, which may mix choices (what to keep or recompute) of one region (module call).
 
     ``shares`` has, for each choice of each region in one row, its share in the mix. ``window_prices`` has, for each window (a
     stretch of the step), the seconds per step that one more byte in it would save (the duals of row 4). ``reduced_seconds``
@@ -100,7 +108,9 @@ class Relaxed:
 
 
 class ChoiceProblem:
-    """The mixed-integer program that picks one choice for each region of a step. It is built once, for many budgets."""
+    """The mixed-integer program that picks one choice (what to keep or recompute) for each region (module call) of a step. It
+    is built once, for many budgets.
+    """
 
     def __init__(
         self, index: StepIndex, sets: Sequence[ChoiceSet], time_limit_seconds: float, limits: Limits | None = None
@@ -132,15 +142,18 @@ class ChoiceProblem:
         self.limits = limits
         self.shared = self._shared_rows()
         self.affordable = np.array([float(limits.allow(e.squared_error, e.link_bytes)) for e in taken])
-        """An array with, for each choice, the upper bound of the choice's variable in the program. It is 0 if the choice alone
-        exceeds the limits on error or offloaded bytes, else 1."""
+        """An array with, for each choice (what to keep or recompute), the upper bound of the choice's variable in the program.
+        It is 0 if the choice alone exceeds the limits on error or offloaded bytes, else 1.
+        """
         self._usable = np.flatnonzero(self.affordable > 0)
         self._at_work = self._usable[self._usable % _SPARED == 0]
-        """The positions of the choices that are in the linear programs from the start. Other choices are added if they would
-        help."""
+        """The positions of the choices (what to keep or recompute) that are in the linear programs from the start. Other
+        choices are added if they would help.
+        """
 
     def choose(self, budget_bytes: int, gap_of_step: float = FINE_GAP) -> Selection:
-        """Return the choices, one for each region, that take the least seconds and fit the budget in every window.
+        """Return the choices (what to keep or recompute), one for each region (module call), that take the least seconds and
+        fit the budget in every window.
 
         A window is a stretch of the step. First the relaxed program, which may mix choices, is rounded. If the result is not
         within the gap, combinations near the optimum are searched. With a gap of 0 the solver then branches over the choices
@@ -175,18 +188,23 @@ class ChoiceProblem:
         return self._selection(best, relaxed.seconds, is_finished=True)
 
     def _selection(self, taken: Taken | None, lower_value: float, *, is_finished: bool) -> Selection:
-        """Return the result for a combination of choices, and store the combination as a start for later searches."""
+        """Return the result for a combination of choices (what to keep or recompute), and store the combination as a start for
+        later searches.
+        """
         if taken is None:
             return Selection(None, lower_value, is_finished)
         self._found = tuple(dict.fromkeys((*self._found, taken)))
         return Selection(self._effects_of(taken), lower_value, is_finished)
 
     def _effects_of(self, taken: Taken) -> tuple[Effect, ...]:
-        """Return, for each region, the effect (added memory and time) of the choice that the region takes in a combination."""
+        """Return, for each region (module call), the memory and time that it adds under a combination of choices (what to
+        keep).
+        """
         return tuple(choices[c] for choices, c in zip(self.effects, taken, strict=True))
 
     def _taken_of(self, effects: tuple[Effect, ...]) -> Taken:
-        """Return the combination of choices that has these effects (added memory and time), one for each region.
+        """Return the combination of choices (what to keep or recompute) that has these effects (added memory and time), one for
+        each region (module call).
 
         A combination has, for each region, the position of its choice in the region's list.
         """
@@ -195,7 +213,8 @@ class ChoiceProblem:
     def _branch(self, budget_bytes: int, relaxed: Relaxed, known: Taken | None, gap_of_step: float) -> Selection:
         """Return the optimum within a gap, found by branching, if the time suffices.
 
-        ``known`` is a combination that fits, or ``None``. Choices that cannot be in a better combination are left out.
+        ``known`` is a combination (one choice for each region) that fits, or ``None``. Choices that cannot be in a better
+        combination are left out.
         """
         bounds = self._budget_bounds(budget_bytes)
         known_effects = None if known is None else self._effects_of(known)
@@ -210,7 +229,7 @@ class ChoiceProblem:
         return Selection(selection.effects, lower_seconds, selection.is_finished)
 
     def minimise_peak(self) -> Selection:
-        """Return the choices, one for each region, with the smallest peak.
+        """Return the choices (what to keep or recompute), one for each region (module call), with the smallest peak.
 
         As far as this peak allows, they are then made faster.
         """
@@ -224,7 +243,8 @@ class ChoiceProblem:
         return self._selection(speed_up(room, taken), found.lower_value, is_finished=found.is_finished)
 
     def _lowest_peak(self) -> Selection:
-        """Return the choices, one for each region, with the smallest peak that is found.
+        """Return the choices (what to keep or recompute), one for each region (module call), with the smallest peak that is
+        found.
 
         The relaxed optimum, which may mix choices, is rounded. If the result is not close enough to the optimum, a search
         follows.
@@ -265,11 +285,14 @@ class ChoiceProblem:
         return Selection(selection.effects, selection.lower_value * self.unit_bytes, selection.is_finished)
 
     def _peak_bytes(self, taken: Taken) -> int:
-        """Return the step's peak in bytes if each region takes its choice in a combination."""
+        """Return the step's peak in bytes if each region (module call) takes its choice (what to keep or recompute) in a
+        combination.
+        """
         return int(Room(self.windows, 0, self.limits).load(taken).max())
 
     def _lowest_rounded(self, least_bytes: float, lifts: Floats) -> Taken | None:
-        """Return a combination of choices, one for each region, with a small peak; ``None`` if none is found.
+        """Return a combination of choices (what to keep or recompute), one for each region (module call), with a small peak;
+        ``None`` if none is found.
 
         A few budgets are tried. The relaxed optimum (which mixes choices) of the first one that can be rounded to whole choices
         is then improved.
@@ -290,7 +313,8 @@ class ChoiceProblem:
         return None
 
     def _relaxed_peak(self, aim: Floats, bounds: Bounds, room: LinearConstraint) -> tuple[float, Floats]:
-        """Return the smallest peak in bytes if a region may mix choices, and the reduced cost of each choice.
+        """Return the smallest peak in bytes if a region (module call) may mix choices (what to keep or recompute), and the
+        reduced cost of each choice.
 
         The peak is infinite if the program is infeasible.
         """
@@ -298,7 +322,9 @@ class ChoiceProblem:
         return (np.inf, reduced) if result is None else (float(result.fun), np.maximum(reduced, 0.0))
 
     def relax(self, budget_bytes: int) -> Relaxed | None:
-        """Return the program's optimum under a budget if regions may mix choices; ``None`` if even then nothing fits."""
+        """Return the program's optimum under a budget if regions (module calls) may mix choices (what to keep or recompute);
+        ``None`` if even then nothing fits.
+        """
         windows = len(self.windows.spans)
         unit_seconds = max(float(self.seconds.max(initial=0.0)), 1e-30)
         aim = np.concatenate([self.seconds / unit_seconds, np.zeros(windows + 1)])
@@ -318,9 +344,9 @@ class ChoiceProblem:
     ) -> tuple[OptimizeResult | None, Floats, Floats]:
         """Return the optimum of the relaxed program, and two arrays over the choices: their shares and their reduced costs.
 
-        ``more`` are additional rows. The method is column generation. Of thousands of choices an optimum uses a few per region,
-        and optima for other budgets use mostly the same choices. So start with few columns (choices), and add columns whose
-        reduced costs show that they would help, until no column would help.
+        ``more`` are additional rows. The method is column generation. Of thousands of choices (what to keep or recompute) an
+        optimum uses a few per region (module call), and optima for other budgets use mostly the same choices. So start with few
+        columns (choices), and add columns whose reduced costs show that they would help, until no column would help.
         """
         rows = more if self.shared is None else [*more, (self.shared, np.ones(self.shared.shape[0]))]
         above = csc_array(vstack([row for row, _ in rows])) if rows else None
@@ -358,9 +384,10 @@ class ChoiceProblem:
         return result, shares, reduced[: self.columns]
 
     def _joining(self, reduced: Floats, at_work: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Return the positions of the choices to add to the linear program, because they would lower its optimum most.
+        """Return the positions of the choices (what to keep or recompute) to add to the linear program, because they would
+        lower its optimum most.
 
-        They are at most 3 for each region. ``at_work`` are the choices that are in the program already.
+        They are at most 3 for each region (module call). ``at_work`` are the choices that are in the program already.
         """
         helps = np.zeros(self.columns, dtype=np.bool_)
         helps[self._usable] = reduced[self._usable] < -_HAIR
@@ -372,9 +399,8 @@ class ChoiceProblem:
         return found[rank < _JOINING]
 
     def _budget_bounds(self, budget_bytes: int) -> Bounds:
-        """Return lower and upper bounds of all the program's variables for a budget.
-
-        The bytes of each window are limited by it.
+        """Return lower and upper bounds of all variables of the linear program, if the bytes of each window (stretch of the
+        step) must fit a budget.
         """
         return self._bounds((budget_bytes - self.windows.fixed_bytes) / self.unit_bytes, (1.0, 1.0))
 
@@ -454,7 +480,9 @@ class ChoiceProblem:
         return self._read(result)
 
     def _read(self, result: Any) -> Selection:
-        """Translate the result of scipy's solver into a selection: the choice taken for each region, with a lower bound."""
+        """Translate the result of scipy's solver into a selection: the choice (what to keep or recompute) taken for each region
+        (module call), with a lower bound.
+        """
         assert result.status in (OPTIMAL, LIMIT, INFEASIBLE, NODES_SPENT), f"HiGHS: {result.message}"
         if result.x is None:
             return Selection(effects=None, lower_value=np.inf, is_finished=result.status == INFEASIBLE)

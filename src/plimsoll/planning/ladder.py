@@ -2,9 +2,10 @@
 
 A *family* is the same step at many batch sizes. A *rung* is one plan of the ladder.
 
-The planner solves a few plans between the lowest peak and the unmanaged peak of the largest known step. Their decisions name
-values, and every batch size has the same values. So each plan can be followed at every size, and its memory there is known
-to the byte (see ``peaks``): a short batch takes the rung that keeps everything, a long batch takes a rung that drops more.
+The planner solves a few plans between the lowest peak and the unmanaged (without a plan) peak of the largest known step. Their
+decisions name values, and every batch size has the same values. So each plan can be followed at every size, and its memory
+there is known to the byte (see ``peaks``): a short batch takes the rung that keeps everything, a long batch takes a rung that
+drops more.
 
 Known weakness: a plan solved for exactly one batch may be slightly cheaper than the next rung.
 """
@@ -60,7 +61,7 @@ class Rung:
 class Ladder(Generic[S]):
     """Several plans (rungs) for the batch shapes of one family of steps, with the memory and time of each at any shape.
 
-    A plan that cannot be followed in this family is left out.
+    A plan that cannot be followed in this family (one step at many batch sizes) is left out.
     """
 
     def __init__(self, step: ShapedStep[S], plans: Iterable[Plan]) -> None:
@@ -68,17 +69,22 @@ class Ladder(Generic[S]):
         self._rungs: list[Rung] = []
         self._known: dict[S, tuple[Forecast, ...]] = {}
         self._waiting = list(plans)
-        """Plans that are not rungs yet. They become rungs on first use, because a ladder may be replaced before its first use
-        if a trace is added to its family."""
+        """Plans that are not rungs (plans of the ladder) yet. They become rungs on first use, because a ladder (plans with
+        falling peaks) may be replaced before its first use if a trace is added to its family (one step at many batch sizes).
+        """
         self._all = ShapedPlans(())
 
     def extend(self, plans: Iterable[Plan]) -> None:
-        """Add more plans to the ladder. They become rungs (plans whose memory is known at any shape) on first use."""
+        """Add more plans to the ladder (plans with falling peaks). They become rungs (plans whose memory is known at any shape)
+        on first use.
+        """
         self._waiting += plans
         self._known.clear()
 
     def at(self, shape: S) -> tuple[Forecast, ...]:
-        """Return one forecast (memory and time) for each plan of the ladder at a batch shape that the family knows."""
+        """Return one forecast (memory and time) for each plan of the ladder (plans with falling peaks) at a batch shape that
+        the family (one step at many batch sizes) knows.
+        """
         if shape not in self._known:
             if len(self._known) >= _MOST_KNOWN:
                 self._known.clear()
@@ -87,7 +93,8 @@ class Ladder(Generic[S]):
 
     @property
     def rungs(self) -> list[Rung]:
-        """The rungs: the plans that can be followed in this family, with their memory and time at any batch shape.
+        """The rungs: the plans that can be followed in this family (one step at many batch sizes), with their memory and time
+        at any batch shape.
 
         If no plan can be followed, the only rung is the first plan without its decisions.
         """

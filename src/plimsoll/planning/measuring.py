@@ -1,4 +1,5 @@
-"""Computes what each of many choices of one region adds to the step's memory and time, in one pass over the region's ops.
+"""Computes what each of many choices of one region (module call) adds to the step's memory and time, in one pass over the
+region's ops.
 
 A choice says which saved values the region keeps, recomputes, or packs (compresses or offloads). The rules are the same as in
 `replay_schedule` and `replay`, which the simulator follows choice by choice; here each number is an array with one entry for
@@ -29,32 +30,41 @@ from plimsoll.planning.step import Ints, RegionView, Span, StepIndex, slot_stop,
 Mask = npt.NDArray[np.bool_]
 
 _AT_ONCE = 256
-"""How many choices one pass measures together. A larger pass needs more memory, and is hardly faster for each choice."""
+"""How many choices (what to keep or recompute) one pass measures together. A larger pass needs more memory, and is hardly
+faster for each choice.
+"""
 _NEVER = np.iinfo(np.int64).max // 2**22
 """A key that means never: it comes after all other keys, which are times within backward. It is small enough that it can be
 multiplied by the number of events."""
 _FOREVER = np.iinfo(np.int64).max
 _NO_PEAK = np.iinfo(np.int64).min // 2
-"""The workspace bytes of a release: a very negative number, so that the level in the middle of several releases is never the
-peak."""
+"""Stands for the workspace of an event that releases a buffer: a very negative number of bytes.
+
+So the memory in the middle of several releases never counts as the peak.
+"""
 
 
 class Measuring:
-    """Computes the memory and time that choices of one region add to the step, for many choices at a time.
+    """Computes the memory and time that choices of one region (module call) add to the step, for many choices at a time.
 
-    The object holds all that does not depend on the choice. A choice says which saved values are kept, recomputed or packed.
+    The object holds all that does not depend on the choice. A choice says which saved values are kept, recomputed or packed
+    (compressed or offloaded).
     """
 
     def __init__(self, index: StepIndex, view: RegionView) -> None:
         self.index, self.view, self.frame = index, view, frame_of(index, view)
         graph = view.graph
         self.reads = [slot for slot in graph.backward_order if graph.slots[slot].value in view.everything]
-        """The slots (tensors that autograd saved) whose values a choice may drop or pack, in the order of reading."""
+        """The slots (tensors that autograd saved) whose values a choice (what to keep or recompute) may drop or pack, in the
+        order of reading.
+        """
         self.read_values = [graph.slots[slot].value for slot in self.reads]
         at = [2 * graph.slots[slot].unpacked for slot in self.reads]
         self.stops = [slot_stop(index.trace, graph.slots[slot]) for slot in self.reads]
         self.at_once = 2 * view.call.backward[0] if view.call.unpacks_at_once else -1
-        """The instant at which all packed values are brought back; -1 if each is brought back when it is read."""
+        """The instant at which all packed (compressed or offloaded) values are brought back; -1 if each is brought back when it
+        is read.
+        """
         self.instants = sorted({*at, *self.stops, *((self.at_once,) if self.at_once >= 0 else ())})
         moments = sorted([(instant, -1) for instant in self.instants] + [(i, s) for s, i in enumerate(at)])
         self.release_moment = {instant: m for m, (instant, read) in enumerate(moments) if read < 0}
@@ -65,8 +75,11 @@ class Measuring:
         where = {instant: i for i, instant in enumerate(self.instants)}
         self.instant_of = np.array([where[instant] for instant, _ in moments] + [len(where)], dtype=np.int64)
         self.keys = 4 * len(graph.ops) + 6
-        """The number of keys in one moment: four for each op (to load, run and free), and six for events outside of ops, such
-        as loads that no op reads, and the release of the slot's value."""
+        """How many keys (numbers that order the work within backward) belong to one moment of backward.
+
+        They are four for each op (to load, run and free), and six for events outside of ops, such as loads that no op reads,
+        and the release of the saved tensor.
+        """
         self.op_seconds = np.array([index.replay_seconds(op.cost_key) for op in graph.ops])
         self.workspaces = np.array([index.trace.workspaces.get(op.cost_key, 0) for op in graph.ops], dtype=np.int64)
         self.touch_seconds = engine_seconds(index, view)
@@ -88,9 +101,11 @@ class Measuring:
         return effects
 
     def _columns(self) -> Ints:
-        """Return an array with, for each instant of the region's backward, its column in the table of ``_Pass.rebuilt``.
+        """Return an array with, for each instant in the backward of the region (module call), the column that has its bytes in
+        the table of rebuilt values.
 
-        Column 0 means 0 bytes. At an instant with events the column is their maximum, later the level after them.
+        Column 0 means 0 bytes. If buffers are allocated or released at the instant, the column has the maximum there, and later
+        instants have the bytes after it.
         """
         found = []
         for instant in range(self.frame.start, self.frame.stop):
@@ -102,10 +117,10 @@ class Measuring:
 
 @dataclass(frozen=True, slots=True)
 class _Holding:
-    """Data: when a storage is alive anyway, from the end of its region's forward on.
+    """Data: when a storage is in memory under any plan, from the end of the forward of its region (module call) on.
 
-    In the spans ``gaps`` it is not alive anyway, so that holding it adds its bytes. In the spans ``relief``, which are before
-    the region's backward, it is alive anyway. ``is_between`` is True if it is alive anyway all the time before backward.
+    In the spans ``gaps`` it is not, so that holding it adds its bytes. In the spans ``relief``, which are before the region's
+    backward, it is. ``is_between`` is True if it is in memory all the time before backward.
     """
 
     gaps: tuple[Span, ...]
@@ -114,14 +129,14 @@ class _Holding:
 
     @classmethod
     def of(cls, index: StepIndex, frame: RegionFrame, storage: int) -> _Holding:
-        """Return, as data, when one storage is alive under any plan, for a region with the instants ``frame``."""
+        """Return, as data, when one storage is alive under any plan, for a region (module call) with the instants ``frame``."""
         covered = own_cover(index, frame, storage)
         gaps = subtract([(frame.exit, _FOREVER)], covered)
         return cls(tuple(gaps), is_between(frame, covered), tuple(relief_spans(index, frame, storage)))
 
 
 class _Pass:
-    """The computation of the memory and time that some choices of one region add, for all these choices together.
+    """Computes the memory and time that many choices (what to keep or recompute) of one region (module call) add, all at once.
 
     In its arrays, rows are values and columns are choices.
     """
@@ -152,7 +167,7 @@ class _Pass:
     # When each value is needed --------------------------------------------------------------------------------------
 
     def _demand(self) -> None:
-        """Compute when each value is first needed in backward, and until when saved tensors (slots) made of it live.
+        """Compute when each value is first needed in backward, and until when saved tensors that are made of it live.
 
         The walk goes from the last op to the first. ``first`` is the position of the read that first needs the value (the
         number of reads means never). ``until`` is an instant (-1 means never).
@@ -167,8 +182,9 @@ class _Pass:
             self.first[value][gone] = position
             np.maximum(self.until[value], region.stops[position], out=self.until[value], where=gone)
         self.runs: dict[int, tuple[Ints, Mask]] = {}
-        """Maps each op that runs again under some choice to two arrays over the choices: the position of the read before which
-        it runs, and whether it runs."""
+        """Maps each op that runs again under some choice (what to keep or recompute) to two arrays over the choices: the
+        position of the read before which it runs, and whether it runs.
+        """
         for op in reversed(graph.ops):
             writes = list(op.writes)
             is_free = ~self.there[writes]
@@ -190,8 +206,8 @@ class _Pass:
     def _order(self) -> None:
         """Compute the order of all work in backward: the key (the time within backward) of each op and of each load.
 
-        The keys of each value's last use and end are computed too. A load brings back a packed value. Also find which in-place
-        op takes over the buffer of the value that it overwrites.
+        The keys of each value's last use and end are computed too. A load brings back a packed (compressed or offloaded) value.
+        Also find which in-place op takes over the buffer of the value that it overwrites.
         """
         region, graph = self.region, self.region.view.graph
         self.key: dict[int, Ints] = {}
@@ -226,7 +242,8 @@ class _Pass:
         self.end = end
 
     def _load_key(self, value: int) -> Ints:
-        """Return for each choice the key (time in backward) when a compressed or offloaded value is brought back.
+        """Return for each choice (what to keep or recompute) the key (time in backward) when a compressed or offloaded value is
+        brought back.
 
         It is brought back before the first op that reads it; if no op reads it, just before backward reads its slot, the tensor
         that autograd saved. In compiled code all such values are brought back when backward begins.
@@ -246,7 +263,8 @@ class _Pass:
     # Rebuilt values -------------------------------------------------------------------------------------------------
 
     def _events(self) -> Iterator[tuple[Ints, Ints, Ints | int]]:
-        """Yield for each event of the recomputation's buffers: its key (time in backward), bytes, workspace, over all choices.
+        """Yield for each event of the recomputation's buffers: its key (time in backward), bytes, workspace, over all choices
+        (what to keep or recompute).
 
         The bytes are positive for an allocation and negative for a release.
         """
@@ -276,7 +294,8 @@ class _Pass:
             yield np.where(runs, self.key[op_id], _NEVER), come, runs * self.region.workspaces[op_id]
 
     def _made_until(self, value: int, op_id: int) -> Ints:
-        """Return for each choice the key (time in backward) when the buffer that an op made for a value is released.
+        """Return for each choice (what to keep or recompute) the key (time in backward) when the buffer that an op made for a
+        value is released.
 
         If the value is loaded later, the op's buffer stays.
         """
@@ -290,7 +309,8 @@ class _Pass:
         return until
 
     def rebuilt(self) -> Ints:
-        """Return a table of the bytes of rebuilt values: one row for each choice, one column for each instant of backward.
+        """Return a table of the bytes of rebuilt values: one row for each choice (what to keep or recompute), one column for
+        each instant of backward.
 
         At an even instant, where recomputation runs, the entry is the maximum during the recomputation.
         """
@@ -328,7 +348,7 @@ class _Pass:
     # Held values and effects ----------------------------------------------------------------------------------------
 
     def effects(self) -> list[Effect]:
-        """Return a list with the effect (added memory and time) of each choice of this pass."""
+        """Return a list with the effect (added memory and time) of each choice (what to keep or recompute) of this pass."""
         region, view, frame = self.region, self.region.view, self.region.frame
         self.rows = np.arange(self.count)
         self.change = np.zeros((self.count, frame.stop - frame.start + 1), dtype=np.int64)
@@ -365,7 +385,8 @@ class _Pass:
         return found
 
     def _held_until(self) -> dict[int, Ints]:
-        """Return a mapping from each storage to an array with, for each choice, the instant until which the storage is held.
+        """Return a mapping from each storage to an array with, for each choice (what to keep or recompute), the instant until
+        which the storage is held.
 
         It is held for kept values, for saved tensors (slots) made of these values, or until a transfer out has ended. -1 means
         never.
@@ -402,10 +423,12 @@ class _Pass:
                 self.reliefs[at] += reliefs
 
     def _hold(self, storage: int, until: Ints) -> None:
-        """Add the bytes of a held storage to the memory of each choice, until the instants ``until``.
+        """Add the bytes of a held storage to the memory of each choice (what to keep or recompute), until the instants
+        ``until``.
 
-        Times at which the storage is alive under any plan do not count. Another region may hold a storage that this region does
-        not decide about (an input). Then a sum over regions counts the storage twice, so the effect is not additive.
+        Times at which the storage is alive under any plan do not count. Another region (module call) may hold a storage that
+        this region does not decide about (an input). Then a sum over regions counts the storage twice, so the effect is not
+        additive.
         """
         region, frame = self.region, self.region.frame
         size, holding = region.index.trace.storages[storage].bytes, region.holdings[storage]
@@ -426,7 +449,9 @@ class _Pass:
             self._relieve(~is_through & (until == stop), *reliefs)
 
     def _copy(self) -> Ints:
-        """Add the bytes of the inputs that a choice copies when the region begins; return these bytes for each choice."""
+        """Add the bytes of the inputs that a choice (what to keep or recompute) copies when the region (module call) begins;
+        return these bytes for each choice.
+        """
         view = self.region.view
         copied = np.zeros(self.count, dtype=np.int64)
         for value in view.copied - view.steady:
@@ -437,7 +462,8 @@ class _Pass:
         return copied
 
     def _hold_payloads(self) -> None:
-        """Add to the memory of each choice the payloads of compressed values and the buffers of returning offloaded values.
+        """Add to the memory of each choice (what to keep or recompute) the payloads of compressed values and the buffers of
+        returning offloaded values.
 
         A payload is what a codec stores. A transfer back writes to a buffer.
         """
@@ -463,9 +489,10 @@ class _Pass:
                     self._relieve(is_there & ~is_through & (stops == stop), relief)
 
     def _packing_bytes(self, held_until: dict[int, Ints]) -> Ints:
-        """Return for each choice the most bytes that compressing values at the end of forward needs in addition.
+        """Return for each choice (what to keep or recompute) the most bytes that compressing values at the end of forward needs
+        in addition.
 
-        They are payloads and workspaces, on top of the tensors that forward saved (see ``replay``).
+        They are payloads (codecs' results) and workspaces, on top of the tensors that forward saved (see ``replay``).
         """
         view, exit_ = self.region.view, self.region.frame.exit
         values = view.graph.values

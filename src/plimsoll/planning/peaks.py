@@ -86,7 +86,7 @@ class ShapedStep(Generic[S]):
         """Return the coefficients that give the memory and seconds of a plan with these decisions at any batch size.
 
         Raises:
-            Unreachable: a dropped value cannot be rebuilt in this family.
+            Unreachable: a dropped value cannot be rebuilt in this family (one step at many batch sizes).
         """
         sampled, seconds = [], []
         for index in self._indices:
@@ -115,7 +115,8 @@ class ShapedStep(Generic[S]):
 
 @dataclass(frozen=True, slots=True)
 class ShapedPlan:
-    """Data: one plan's memory and seconds at all batch shapes of a family, as coefficients of the family's terms.
+    """Data: one plan's memory and seconds at all batch shapes of a family (one step at many batch sizes), as coefficients of
+    the family's terms.
 
     ``before`` has a row for each moment before the optimizer's step that can be the peak, ``optimizer`` a row for each such
     moment in that step. ``forward`` is the row for the bytes that forward adds, ``seconds`` the row for the seconds.
@@ -179,7 +180,7 @@ def _moments(replays: StepReplays) -> list[tuple[int, int]]:
 
 
 def _levels(outcome: Replay) -> Iterator[tuple[int, int, list[int], int]]:
-    """Yield four entries for each instant at which a replay allocates or releases buffers.
+    """Yield four entries for each instant at which a recomputation allocates or releases buffers.
 
     They are the instant, the bytes after the releases that are due before anything is rebuilt, a list of the bytes at the local
     maxima, and the bytes at the end.

@@ -1,8 +1,7 @@
-"""Overrides: decisions that a user makes for all values whose paths match a pattern. They are also applied to choices here.
+"""Overrides: decisions that a user makes for all values whose paths match a pattern. This file also applies them.
 
-An override is written ``pattern=decision``: ``layers.*.mlp::silu=compress:int8``, ``*.attn*=keep``,
-``layers.0.*=recompute``, ``*::gelu=offload``. The pattern is a shell pattern over the
-paths of values (`value_path`).
+An override is written ``pattern=decision``: ``layers.*.mlp::silu=compress:int8``, ``*.attn*=keep``, ``layers.0.*=recompute``,
+``*::gelu=offload``. The pattern is a shell pattern over the paths of values (`value_path`).
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from plimsoll.planning.step import RegionView, StepIndex, boundary_values
 class Override:
     """Data: a pattern over paths of values, and the user's decision (such as KEEP) for the values that match it.
 
-    ``form`` is the name of the codec or link; if it is empty, any form is allowed.
+    ``form`` is the name of the codec or link (to host memory or disk); if it is empty, any form is allowed.
     """
 
     pattern: str
@@ -45,7 +44,7 @@ class Override:
 
 
 def value_path(region: str, value: str) -> str:
-    """Return the path of a value in the notation of overrides: region, module, op and the op's number.
+    """Return the path of a value in the notation of overrides: region (module call), module, op and the op's number.
 
     Example:
         >>> value_path("layers.0", "mlp::silu#0"), value_path("layers.0", "add#1")
@@ -121,7 +120,7 @@ _UNTIL_WILDCARD = re.compile(r"[^*?\[]*")
 
 
 def pin_values(index: StepIndex, overrides: Sequence[Override]) -> StepIndex:
-    """Return a copy of the step with the user's decisions recorded as ``pins`` of the regions.
+    """Return a copy of the step with the user's decisions recorded as ``pins`` of the regions (module calls).
 
     Raises:
         InvalidStrategy: an override matches no value, or demands what a value cannot do.
@@ -146,7 +145,8 @@ def pin_values(index: StepIndex, overrides: Sequence[Override]) -> StepIndex:
 
 
 def _pins_of(view: RegionView, overrides: Sequence[Override]) -> dict[int, str]:
-    """Return a mapping from values of a region to the user's demands: ``KEEP``, ``RECOMPUTE`` or the name of a form.
+    """Return a mapping from values of a region (module call) to the user's demands: ``KEEP``, ``RECOMPUTE`` or the name of a
+    form (codec or offload).
 
     If several overrides match a value, the last one applies.
 
@@ -163,7 +163,7 @@ def _pins_of(view: RegionView, overrides: Sequence[Override]) -> dict[int, str]:
 
 
 def _pin(view: RegionView, value: int, name: str, override: Override) -> str:
-    """Return what an override demands of one value: ``KEEP``, ``RECOMPUTE`` or the name of a form.
+    """Return what an override demands of one value: ``KEEP``, ``RECOMPUTE`` or the name of a form (codec or offload).
 
     Raises:
         InvalidStrategy: the value cannot meet the demand.
@@ -196,7 +196,7 @@ def _pin(view: RegionView, value: int, name: str, override: Override) -> str:
 
 
 def pinned(view: RegionView, choice: Choice) -> Choice:
-    """Return a copy of one region's choice that follows the user's decisions (pins) for the values that have one."""
+    """Return a copy of a choice (what a region keeps or recomputes) that follows the user's decisions for single values."""
     if not view.pins:
         return choice
     rest = choice.without(frozenset(view.pins))
@@ -206,7 +206,8 @@ def pinned(view: RegionView, choice: Choice) -> Choice:
 
 
 def pin_choices(index: StepIndex, choices: Sequence[Choice]) -> tuple[Choice, ...]:
-    """Return a copy of the choices, one for each region, that follows the user's decisions (pins).
+    """Return a copy of the choices (what to keep or recompute), one for each region (module call), that follows the user's
+    decisions (pins).
 
     If a choice drops the region's input and an override decides about this input, the input is held.
     """

@@ -1,9 +1,10 @@
-"""Simulates how one region, or a chain of linked regions, recomputes dropped values: bytes and ops at each instant.
+"""Simulates how one region (module call), or a chain of linked regions, recomputes dropped values: bytes and ops at each
+instant.
 
-A *replay* is this recomputation in backward. Regions are *linked* if one drops its input and an earlier one rebuilds it.
-A replay has private memory: ops allocate buffers, in-place ops take buffers over, and a buffer lives until both the schedule
-and the slots (tensors that autograd saved) made of it release it. ``simulate`` adds these bytes to everything else. The choices
-of the integer program are measured by the same rules.
+A *replay* is this recomputation in backward. Regions are *linked* if one drops its input and an earlier one rebuilds it. A
+replay has private memory: ops allocate buffers, in-place ops take buffers over, and a buffer lives until both the schedule and
+the slots (tensors that autograd saved) made of it release it. ``simulate`` adds these bytes to everything else. The choices
+(what to keep or recompute) of the integer program are measured by the same rules.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ during an op."""
 Live = tuple[str, int]
 """A pair for one buffer that is alive: its label, and its bytes."""
 _ALL_AT_ONCE = -1
-"""A stand-in for a slot's position in the order of reading. It means the moment when a compiled region brings back all
-compressed and offloaded values at once."""
+"""Stands for the position of a saved tensor in the order of reading. It means the moment when a compiled module brings back all
+compressed and offloaded values at once.
+"""
 
 
 class BufferEvent(NamedTuple):
@@ -61,12 +63,14 @@ class Replay:
     ops: list[tuple[int, int]] = field(default_factory=list)
     """The ops that run again, as (region, op) pairs in the order of running."""
     loads: list[tuple[int, int]] = field(default_factory=list)
-    """The packed values that are brought back, as (region, value) pairs in the order of bringing back."""
+    """The packed (compressed or offloaded) values that are brought back, as (region, value) pairs in the order of bringing
+    back.
+    """
     live: list[Live] = field(default_factory=list)
     """The label and bytes of each rebuilt buffer that is alive at the watched instant. Within this instant, the moment counts
     when these bytes are largest."""
     buffers: list[BufferEvent] = field(default_factory=list)
-    """All allocations and releases of the replay's buffers, in order."""
+    """All allocations and releases of the buffers that the recomputation uses, in order."""
 
     def has_rebuilt(self, instant: int) -> bool:
         """Return True if any rebuilt value is in memory at an instant.
@@ -126,13 +130,15 @@ class _Memory:
 
 @dataclass(slots=True)
 class _Part:
-    """The state of one region during a simulated recomputation: its schedule, and the buffer of each of its values."""
+    """The state of one region (module call) during a simulated recomputation: its schedule, and the buffer of each of its
+    values.
+    """
 
     view: RegionView
     choice: Choice
     schedule: Schedule
     linked: frozenset[int]
-    """The dropped inputs of this region, as ids of values. The provider, an earlier region, must rebuild them."""
+    """The dropped inputs of this region (module call), as ids of values. The provider, an earlier region, must rebuild them."""
     provider: int
     asked: bool = False
     buffer_of: dict[int, int] = field(default_factory=dict)
@@ -143,7 +149,8 @@ class _Part:
 def replay(
     index: StepIndex, choices: Mapping[int, Choice], linked: Mapping[int, frozenset[int]], watch: int = -1
 ) -> Replay:
-    """Simulate the recomputation of these regions together, and return the bytes and ops that their choices add.
+    """Simulate the recomputation of these regions (module calls) together, and return the bytes and ops that their choices
+    (what to keep or recompute) add.
 
     Args:
         index: the step.
@@ -161,7 +168,7 @@ def replay(
 
 
 class _Machine:
-    """The simulation of one recomputation of one region, or of several linked ones.
+    """The simulation of one recomputation of one region (module call), or of several linked ones.
 
     Call ``hold``, then ``run``; then ``out`` has the results.
     """
@@ -182,7 +189,7 @@ class _Machine:
             self.parts[region] = self._part(region, choices[region], linked)
 
     def _part(self, region: int, choice: Choice, linked: Mapping[int, frozenset[int]]) -> _Part:
-        """Return the state of one region before backward begins.
+        """Return the state of one region (module call) before backward begins.
 
         It has the region's schedule of recomputation, its dropped inputs, and the region that rebuilds them.
         """
@@ -235,7 +242,7 @@ class _Machine:
             self._hold_packed(part, packed)
 
     def _hold_packed(self, part: _Part, stops: Mapping[int, int]) -> None:
-        """Record the memory of one region's packed (compressed or offloaded) values until their last reader releases them.
+        """Record the memory of a module call's packed (compressed or offloaded) values until their last reader releases them.
 
         A compressed value has a payload on the device. An offloaded value has its source tensor, until the transfer ends.
 
@@ -262,9 +269,11 @@ class _Machine:
             self.out.packing.append(((exit_ - 1, exit_), most, f"{part.view.call.name} packing"))
 
     def _packing_bytes(self, part: _Part, values: Collection[int]) -> int:
-        """Return the most bytes that are needed in addition while values are compressed at the end of a region's forward.
+        """Return the most bytes that are needed in addition while values are compressed at the end of the forward of a region
+        (module call).
 
-        They are payloads and workspaces, on top of the tensors that forward saved, minus source tensors that are already freed.
+        They are payloads (compressed values) and workspaces, on top of the tensors that forward saved, minus source tensors
+        that are already freed.
         """
         forms = {v: self._form(part, v) for v in part.view.saved if v in values}
         entries = part.view.graph.values
@@ -298,20 +307,23 @@ class _Machine:
         return 2 * after.forward[1], 2 * after.backward[0]
 
     def _hold(self, part: _Part, value: int, start: int, stop: int) -> None:
-        """Record that the storage of a region's value is in memory from the instant ``start`` to the instant ``stop``."""
+        """Record that the storage of a value of a region (module call) is in memory from the instant ``start`` to the instant
+        ``stop``.
+        """
         self.out.holds.setdefault(part.view.graph.values[value].storage, []).append((start, stop))
 
     def _stop(self, part: _Part, slot_index: int) -> int:
         """Return the instant at which a saved tensor (slot) releases its leaves, the held values that it is rebuilt from.
 
-        For ``BOUNDARY`` (the region's outputs), it is the instant when all regions that need the outputs are done.
+        For ``BOUNDARY`` (the region's outputs), it is the instant when all regions (module calls) that need the outputs are
+        done.
         """
         if slot_index != BOUNDARY:
             return slot_stop(self.index.trace, part.view.graph.slots[slot_index])
         return max(self._needed_until(self.parts[r]) for r in part.consumers)
 
     def _needed_until(self, part: _Part) -> int:
-        """Return the instant until which a region needs its dropped inputs.
+        """Return the instant until which a region (module call) needs its dropped inputs.
 
         It is when the last of the region's saved tensors that are made of these inputs is released.
         """
@@ -330,8 +342,8 @@ class _Machine:
     # The replay itself -------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Walk through backward. At each tick, first release buffers whose saved tensors have ended, then run the ops that
-        rebuild the saved tensors read there.
+        """Walk through backward. At each tick (position among the ops), first release buffers whose saved tensors have ended,
+        then run the ops that rebuild the saved tensors read there.
         """
         reads: list[tuple[int, int, int, int]] = []
         for position, (region, part) in enumerate(self.parts.items()):
@@ -348,10 +360,10 @@ class _Machine:
             # An instant may have several reads. Release what is due before the first of them runs anything, and record
             # the level after the last.
             if at == 0 or reads[at - 1][0] != tick:
-                self._let_go(2 * tick)
+                self._release_ended(2 * tick)
                 self.memory.instant = 2 * tick
                 self.highest = self.memory.bytes_now
-                self._look(2 * tick)
+                self._note_live(2 * tick)
             if rank == _ALL_AT_ONCE:
                 for value in sorted(part.choice.forms.keys() & set().union(*part.schedule.leaves.values())):
                     self._load(part, value, {}, 2 * tick)
@@ -359,21 +371,21 @@ class _Machine:
                 self._read(part, part.view.graph.backward_order[rank], 2 * tick)
             if at + 1 == len(reads) or reads[at + 1][0] != tick:
                 self.out.levels.append((2 * tick, self.highest))
-                self._let_go(2 * tick + 1)  # slots that the op of this tick overwrites
+                self._release_ended(2 * tick + 1)  # slots that the op of this tick overwrites
                 self.out.levels.append((2 * tick + 1, self.memory.bytes_now))
-                self._look(2 * tick + 1)
-        self._let_go(self.index.instants)
+                self._note_live(2 * tick + 1)
+        self._release_ended(self.index.instants)
 
-    def _let_go(self, instant: int) -> None:
+    def _release_ended(self, instant: int) -> None:
         """Release the buffers of all slots (saved tensors) that end at or before an instant."""
         for due in sorted(d for d in self.releases if d <= instant):
             self.memory.instant = due
             for buffer in self.releases.pop(due):
                 self.memory.release(buffer, is_due=True)
             self.out.levels.append((due, self.memory.bytes_now))
-            self._look(due)
+            self._note_live(due)
 
-    def _look(self, instant: int) -> None:
+    def _note_live(self, instant: int) -> None:
         """Record in ``Replay.live`` which buffers are alive, if ``instant`` is not after the watched instant.
 
         Before the watched instant, the latest buffers are recorded; at the watched instant, those with the largest sum.
@@ -392,7 +404,7 @@ class _Machine:
         """
         buffer = self.memory.allocate(workspace_bytes, label) if workspace_bytes else -1
         self.highest = max(self.highest, self.memory.bytes_now)
-        self._look(instant)
+        self._note_live(instant)
         if buffer >= 0:
             self.memory.release(buffer)
 
@@ -400,7 +412,7 @@ class _Machine:
         """Simulate that backward reads a saved tensor (slot): rebuild it, and keep its buffer until the slot is released."""
         slot = part.view.graph.slots[slot_index]
         if slot.value in part.linked or part.linked.intersection(part.schedule.leaves.get(slot_index, ())):
-            self._ask(part, instant)
+            self._rebuild_provider(part, instant)
         segment = part.segments.get(slot_index)
         if segment is None:
             return
@@ -410,8 +422,8 @@ class _Machine:
             self._keep_until(buffer, slot_stop(self.index.trace, slot))
         self._forget(part, segment.frees)
 
-    def _ask(self, part: _Part, instant: int) -> None:
-        """Make the provider of a region rebuild its outputs, if this has not happened yet.
+    def _rebuild_provider(self, part: _Part, instant: int) -> None:
+        """Make the provider of a region (module call) rebuild its outputs, if this has not happened yet.
 
         The provider is the earlier region that makes the dropped inputs of ``part``. The provider may have to ask its own
         provider first.
@@ -421,14 +433,14 @@ class _Machine:
             return
         provider.asked = True
         if provider.linked.intersection(provider.schedule.leaves.get(BOUNDARY, ())):
-            self._ask(provider, instant)
+            self._rebuild_provider(provider, instant)
         segment = provider.segments.get(BOUNDARY)
         if segment is not None:
             self._run_segment(provider, segment, instant)
             self._forget(provider, segment.frees)
 
     def _run_segment(self, part: _Part, segment: Segment, instant: int) -> None:
-        """Simulate one segment: the ops and loads that rebuild one saved tensor, or the region's outputs.
+        """Simulate one segment: the ops and loads that rebuild one saved tensor, or the outputs of a region (module call).
 
         A load brings back a compressed or offloaded value. Buffers are allocated and freed as the ops need them.
         """
@@ -486,7 +498,9 @@ class _Machine:
         self.releases.setdefault(instant, []).append(self.memory.retain(buffer))
 
     def _forget(self, part: _Part, values: Iterable[int]) -> None:
-        """Remove the references that these values of a region have to their buffers. A buffer without references is freed."""
+        """Remove the references that these values of a region (module call) have to their buffers. A buffer without references
+        is freed.
+        """
         for value in values:
             buffer = part.buffer_of.pop(value, None)
             if buffer is not None:

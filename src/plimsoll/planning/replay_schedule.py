@@ -2,13 +2,13 @@
 
 A *replay* is the recomputation of dropped values in backward, a *slot* is one tensor that autograd saved. This file defines the
 rules of a replay. The simulator counts bytes with this schedule, and the engine, which carries out plans, compiles the same
-schedule, so prediction and execution cannot drift apart. ``measuring`` repeats the rules for many choices at once, and tests
-compare it with the simulator byte for byte. This file does not import torch.
+schedule, so prediction and execution cannot drift apart. ``measuring`` repeats the rules for many choices (what to keep or
+recompute) at once, and tests compare it with the simulator byte for byte. This file does not import torch.
 
-Semantics. Slots are read in ``order``. Just before a slot is read, the ops run that it needs and that have not yet run; each
-op runs at most once per backward. A rebuilt value is freed after its last use: the last op that reads it, or the last slot
-that is made of it. An in-place op works on the replay's private memory. If the old version is still needed, or is not
-private, the op works on a copy.
+Semantics. Slots are read in ``order``. Just before a slot is read, the ops run that it needs and that have not yet run; each op
+runs at most once per backward. A rebuilt value is freed after its last use: the last op that reads it, or the last slot that is
+made of it. An in-place op works on the replay's private memory. If the old version is still needed, or is not private, the op
+works on a copy.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from typing import NamedTuple
 from plimsoll.artifacts.region import RegionGraph
 
 BOUNDARY = -1
-"""A number that means the region's outputs where the index of a slot (saved tensor) is expected. A later region whose
-input was dropped reads these outputs."""
+"""A number that means the region's outputs where the index of a slot (saved tensor) is expected. A later region (module call)
+whose input was dropped reads these outputs.
+"""
 
 
 class Unreachable(Exception):
@@ -53,8 +54,8 @@ class ReplayStep(NamedTuple):
 class Segment(NamedTuple):
     """What happens when backward reads ``slot``, a saved tensor: run ``steps``, return its value, drop the values ``frees``.
 
-    If ``slot`` is ``BOUNDARY``, all outputs of the region are returned, and ``value`` is the first of them that had to be
-    rebuilt.
+    If ``slot`` is ``BOUNDARY``, all outputs of the region (module call) are returned, and ``value`` is the first of them that
+    had to be rebuilt.
     """
 
     slot: int
@@ -65,7 +66,8 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Data: how and when one region recomputes its dropped values, for one choice of stored values.
+    """Data: how and when one region (module call) recomputes its dropped values, for one choice (what to keep or recompute) of
+    stored values.
 
     ``segments`` has one entry for each dropped slot (saved tensor), in the order of reading. ``leaves`` maps each dropped slot
     to the stored values that it is rebuilt from, directly or through other ops. A dropped slot keeps exactly these values
@@ -171,11 +173,11 @@ def build_schedule(
     """Return the schedule that rebuilds all slots (saved tensors) whose value is in ``dropped`` or ``packed``.
 
     Args:
-        graph: the region.
+        graph: the region (module call).
         stored: ids of values that are held when backward starts (kept slots, inputs, parameters, buffers).
         dropped: ids of values that are not held and must be rebuilt for their slots.
         order: slot indices in the order of reading (``BOUNDARY`` for the outputs); by default ``graph.backward_order``.
-        packed: ids of values that are held in another form and can be brought back from it.
+        packed: ids of values that are held in another form (codec or offload) and can be brought back from it.
 
     Raises:
         Unreachable: a dropped value cannot be rebuilt from the held ones.

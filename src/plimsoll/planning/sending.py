@@ -61,15 +61,15 @@ class Sending:
 
         Args:
             index: the step, with forms of the host for every value that may be sent.
-            choices: the choice of each region; it must not compress or offload any value.
+            choices: the choice of each region (module call); it must not compress or offload any value.
         """
         return _Beside(index, choices, self).run() if self.modules else _in_line(index, choices)
 
 
 def _in_line(index: StepIndex, choices: Sequence[Choice]) -> Simulation:
-    """Simulate a step that offloads the inputs of recomputed layers on the stream that computes.
+    """Simulate a step that offloads the inputs of recomputed layers on the stream that computes, like transformers.
 
-    This is the schedule *in line* of the module: compute waits for every copy.
+    Compute waits for every copy.
     """
     takers: dict[int, int] = {}
     for view in index.views:
@@ -96,7 +96,7 @@ def _both_ways(index: StepIndex, size: int) -> float:
 
 
 def _with_sent(index: StepIndex, view: RegionView, choice: Choice, sent: Sequence[int]) -> Choice:
-    """Return a copy of one region's choice that offloads the values ``sent``."""
+    """Return a copy of a choice (what a region keeps or recomputes) that also offloads the values ``sent``."""
     link = index.forms.link
     packed = frozenset((value, link.name) for value in sent if link is not None)
     return Choice(choice.kept - frozenset(sent), packed, is_boundary_dropped=choice.is_boundary_dropped)
@@ -121,7 +121,7 @@ class _Group:
 
 
 class _Beside:
-    """The simulation of a step that offloads on two separate streams, one out and one back (the module's second schedule)."""
+    """The simulation of a step that offloads like Megatron-Core: one stream copies to the host, another stream copies back."""
 
     def __init__(self, index: StepIndex, choices: Sequence[Choice], sending: Sending) -> None:
         self.index, self.choices, self.sending = index, choices, sending
@@ -136,7 +136,7 @@ class _Beside:
         self.waiting: dict[int, float] = {}
 
     def run(self) -> Simulation:
-        """Schedule all copies to the host and back, and return the simulated step with this schedule."""
+        """Schedule all copies to the host and back, and return the simulated step with these copies."""
         groups = self.groups
         self._send(groups)
         self._fetch(groups)
@@ -273,7 +273,8 @@ def _layers(index: StepIndex) -> list[_Layer]:
 def _groups_of(view: RegionView, choice: Choice, layer: _Layer, named: Sequence[str]) -> Iterator[_Group]:
     """Yield one group (the tensors that go to the host together) for each named module of a region.
 
-    A group has those saved tensors of the module that the choice keeps, and inputs that recomputation starts from.
+    A group has those saved tensors of the module that the choice (what to keep or recompute) keeps, and inputs that
+    recomputation starts from.
     """
     graph = view.graph
     for module in layer.slots.keys() & set(named):
@@ -299,7 +300,7 @@ def _saver(index: StepIndex, view: RegionView, slot: Slot) -> RegionOp:
     """Return the op that made autograd save a tensor (a slot).
 
     At the moment of saving, it is either the next op, which reads the value, or the op before, which made the value. The name
-    of the backward op that reads the slot starts with this op's name.
+    of the backward op that reads the slot (saved tensor) starts with this op's name.
     """
     ops, backward = view.graph.ops, index.trace.ops[slot.unpacked].name
     at = min(bisect.bisect_left([op.tick for op in ops], slot.packed), len(ops) - 1)

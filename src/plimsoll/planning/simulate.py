@@ -41,7 +41,9 @@ class Simulation:
 
 
 def choices_of(index: StepIndex, regions: Sequence[RegionPlan]) -> tuple[Choice, ...]:
-    """Translate region plans into one choice for each region of the trace. A region without a plan keeps everything."""
+    """Translate region plans into one choice (what to keep or recompute) for each region (module call) of the trace. A region
+    without a plan keeps everything.
+    """
     plans = {(plan.name, plan.call): plan for plan in regions}
     choices = []
     for view in index.views:
@@ -58,7 +60,7 @@ def choices_of(index: StepIndex, regions: Sequence[RegionPlan]) -> tuple[Choice,
 
 
 def run_choices(index: StepIndex, choices: Sequence[Choice]) -> Simulation:
-    """Simulate a step with one choice for each region.
+    """Simulate a step with one choice for each region (module call).
 
     An input that is dropped cannot be compressed or offloaded too; if the choice says so, the input counts as kept. All calls
     of a compiled block run the same code, so a value that one call drops is dropped in all calls.
@@ -86,7 +88,7 @@ def run_choices(index: StepIndex, choices: Sequence[Choice]) -> Simulation:
 
 
 def _as_one_code(index: StepIndex, choices: Sequence[Choice]) -> Sequence[Choice]:
-    """Return the choices, changed so that all calls of a compiled region take the same decision about each value.
+    """Return the choices, changed so that all calls of a compiled region (module call) take the same decision about each value.
 
     If one call does not keep a value, the value is dropped in all calls, because they run the same code.
     """
@@ -102,10 +104,10 @@ def _as_one_code(index: StepIndex, choices: Sequence[Choice]) -> Sequence[Choice
 
 
 class StepReplays:
-    """The simulated recomputation of all regions of one step, with one choice for each region, and the memory it takes.
+    """The simulated recomputation of all regions (module calls) of one step, and the memory that it takes.
 
-    Regions are replayed together if one drops its input and the other rebuilds it. ``watch`` is an instant at which the replays
-    list their live buffers (see ``replay``); -1 for none.
+    There is one choice (what to keep or recompute) for each region. Regions are replayed together if one drops its input and
+    the other rebuilds it. ``watch`` is an instant at which the replays list their live buffers (see ``replay``); -1 for none.
     """
 
     def __init__(self, index: StepIndex, choices: Sequence[Choice], watch: int = -1) -> None:
@@ -119,15 +121,18 @@ class StepReplays:
                 self.holds.setdefault(storage, []).extend(spans)
 
     def cover(self, storage: int) -> list[Span]:
-        """Return the spans of instants at which a storage of the trace is in memory under these choices.
+        """Return the spans of instants at which a storage of the trace is in memory if regions follow these choices (what to
+        keep or recompute).
 
-        It is alive by itself, or a region holds it. Buffers of recomputation do not count.
+        It is alive by itself, or a region (module call) holds it. Buffers of recomputation do not count.
         """
         cover = actual_cover(self.index, storage, self.linked)
         return merge([*cover, *self.holds[storage]]) if storage in self.holds else cover
 
     def is_alive(self, storage: int, instant: int) -> bool:
-        """Return True if a storage of the trace is in memory at an instant, by itself or because a region holds it."""
+        """Return True if a storage of the trace is in memory at an instant, by itself or because a region (module call) holds
+        it.
+        """
         for spans in (actual_cover(self.index, storage, self.linked), self.holds.get(storage, ())):
             for start, stop in spans:
                 if start <= instant < stop:
@@ -137,7 +142,8 @@ class StepReplays:
     def held(self) -> Ints:
         """Return an array with, for each instant, the bytes alive without rebuilt values.
 
-        They are the bytes that no decision changes, the bytes that choices hold, and those of waiting micro-batches.
+        They are the bytes that no decision changes, the bytes that choices (what to keep or recompute) hold, and those of
+        waiting micro-batches.
         """
         added = np.cumsum(_storage_changes(self))[:-1]
         return self.index.fixed + added + self.index.waits(int(added[self.index.handover]))
@@ -155,7 +161,7 @@ class StepReplays:
 def _replayed(
     index: StepIndex, chain: Mapping[int, Choice], linked: Mapping[int, frozenset[int]], watch: int
 ) -> Replay:
-    """Return the simulated recomputation of linked regions, from a cache if only one region is recomputed.
+    """Return the simulated recomputation of linked regions (module calls), from a cache if only one region is recomputed.
 
     Regions are linked if one drops its input and the other rebuilds it. Single regions are cached, because plans for other
     budgets change only a few regions.
@@ -174,10 +180,10 @@ def _replayed(
 
 
 def replay_seconds(index: StepIndex, choices: Mapping[int, Choice], ops: Sequence[tuple[int, int]]) -> float:
-    """Return the seconds that the given regions add to the step under these choices.
+    """Return the seconds that the given regions (module calls) add to the step under these choices (what to keep or recompute).
 
-    They are the seconds of the recomputed ``ops`` ((region, op) pairs), of encoding, decoding and waiting for transfers, and
-    of Plimsoll's own work in the regions that it changes.
+    They are the seconds of the recomputed ``ops`` ((region, op) pairs), of encoding, decoding and waiting for transfers, and of
+    Plimsoll's own work in the regions that it changes.
     """
     seconds = sum(index.replay_seconds(index.views[r].graph.ops[o].cost_key) for r, o in ops)
     seconds += sum(packing_seconds(index, index.views[r], choice) for r, choice in choices.items() if choice.packed)
@@ -186,21 +192,23 @@ def replay_seconds(index: StepIndex, choices: Mapping[int, Choice], ops: Sequenc
 
 
 def engine_seconds(index: StepIndex, view: RegionView) -> float:
-    """Return the seconds of Plimsoll's own work in one call of a region that it changes: a hook runs for each saved tensor."""
+    """Return the seconds of Plimsoll's own work in one call of a module that it changes: a hook runs for each saved tensor."""
     if view.call.is_compiled:
         return 0.0
     return index.costs.region_seconds + len(view.graph.slots) * index.costs.slot_seconds
 
 
 def is_touched(view: RegionView, choice: Choice) -> bool:
-    """Return True if Plimsoll has to change how a region runs, because the choice does not simply keep everything."""
+    """Return True if Plimsoll has to change how a region (module call) runs, because its choice does not simply keep
+    everything.
+    """
     return choice.is_boundary_dropped or len(choice.kept) < len(view.decided)
 
 
 def _chains(
     index: StepIndex, choices: Sequence[Choice], linked: Mapping[int, frozenset[int]]
 ) -> list[dict[int, Choice]]:
-    """Group the regions that are recomputed together into chains, and return the chains; each maps regions to choices.
+    """Group the regions (module calls) that are recomputed together into chains; each chain maps regions to their choices.
 
     Regions are in the same chain if one drops its input and the other rebuilds it.
     """
@@ -224,7 +232,7 @@ def _chains(
 
 
 def links_of(index: StepIndex, choices: Sequence[Choice]) -> dict[int, frozenset[int]]:
-    """Return a mapping from each region that drops its input to the inputs that are not held.
+    """Return a mapping from each region (module call) that drops its input to the inputs that are not held.
 
     An input that cannot be rebuilt stays held, so it is not included.
     """
@@ -237,9 +245,11 @@ def links_of(index: StepIndex, choices: Sequence[Choice]) -> dict[int, frozenset
 
 
 def _storage_changes(replays: StepReplays) -> Ints:
-    """Return an array with, for each instant, the change of the bytes that choices add to the fixed bytes.
+    """Return an array with, for each instant, the change of the bytes that choices (what to keep or recompute) add to the fixed
+    bytes.
 
-    Dropped inputs of regions are subtracted. The running sum of the array is the number of bytes added at each instant.
+    Dropped inputs of regions (module calls) are subtracted. The running sum of the array is the number of bytes added at each
+    instant.
     """
     index = replays.index
     change = np.zeros(index.instants + 1, dtype=np.int64)
@@ -262,8 +272,8 @@ def _storage_changes(replays: StepReplays) -> Ints:
 def actual_cover(index: StepIndex, storage: int, linked: Mapping[int, frozenset[int]]) -> list[Span]:
     """Return the spans of instants when a storage is alive under any plan that drops the inputs in ``linked``.
 
-    It is the result of ``StepIndex.covered``, except that saved tensors which are dropped inputs hold their storage only until
-    their region's forward ends.
+    They are the spans of ``StepIndex.covered``, which are for plans that hold inputs, with one difference. A saved tensor that
+    is a dropped input holds its storage only until the forward of its region (module call) ends.
     """
     if not linked:
         return index.covered(storage)

@@ -46,11 +46,15 @@ from plimsoll.units import format_bytes
 
 TIME_LIMIT_SECONDS = 60.0
 """The solver's time limit for all programs of one planner together, in seconds. The time starts when the planner is made, and
-again when its ladder is solved."""
+again when its ladder (plans with falling peaks) is solved.
+"""
 _FRONTIER_POINTS = 12
 _TIGHTENINGS, _LEAPS = 8, 5
-"""If the simulated plan exceeds the budget, the solver's budget is lowered and the program is solved again: 8 times by the
-excess, then 5 times by 2, 4, 8 … times the excess. After that only the ladder's plans are considered."""
+"""How often the program is solved again for a lower budget, if the simulated plan exceeds the budget.
+
+The budget is lowered 8 times by the excess (the bytes over it), then 5 times by 2, 4, 8 … times the excess. After that only the
+plans for other budgets that were solved already (the ladder) are considered.
+"""
 _ERROR_ROOM = 4.0
 """Choices are generated for an error limit that is this many times as large as the user's, because the measured error of a plan
 may be smaller than the expected error."""
@@ -242,16 +246,16 @@ class BestStep:
 class Planner:
     """Makes plans for one step under any budget. It holds everything that does not depend on the budget.
 
-    That is: the choices of each region, the program that picks among them, the floor (the plan with the lowest peak), and the
-    ladder (plans at budgets between the floor and the peak without a plan).
+    That is: the choices (what to keep or recompute) of each region (module call), the program that picks among them, the floor
+    (the plan with the lowest peak), and the ladder (plans at budgets between the floor and the peak without a plan).
 
     Args:
         index: the step with its costs, its forms, whether it may recompute, and its place in a pipeline.
         overrides: the user's decisions.
-        limits: the gradient error that plans may cause, and the bytes that they may offload; by default no error, and no
-            limit on offloaded bytes.
-        known_choices: choices of regions of other steps with the same costs, such as other stages of a pipeline. Choices
-            that this planner generates are added.
+        limits: the gradient error that plans may cause, and the bytes that they may offload; by default no error, and no limit
+            on offloaded bytes.
+        known_choices: choices of regions of other steps with the same costs, such as other stages of a pipeline. Choices that
+            this planner generates are added.
 
     Raises:
         InvalidStrategy: an override matches no value or demands the impossible, or all overrides together exceed the limits.
@@ -301,7 +305,8 @@ class Planner:
         return other
 
     def relimited(self, limits: Limits) -> Planner:
-        """Return a planner for the same step and the same choices, with other limits on gradient error and offloaded bytes.
+        """Return a planner for the same step and the same choices (what to keep or recompute), with other limits on gradient
+        error and offloaded bytes.
 
         Raises:
             InvalidStrategy: the overrides alone exceed the limits.
@@ -339,10 +344,11 @@ class Planner:
 
     @property
     def ladder(self) -> list[Simulation]:
-        """A list of simulated steps, one for each plan of the ladder, and one for each other plan with a low peak.
+        """A list of simulated steps, one for each plan of the ladder (plans with falling peaks), and one for each other plan
+        with a low peak.
 
-        The ladder's plans are the fastest at budgets spread evenly from the floor to the unmanaged peak. They are computed on
-        first use, because the first step under ``attach`` needs only the floor.
+        The ladder's plans are the fastest at budgets spread evenly from the floor (lowest reachable peak) to the unmanaged
+        (without a plan) peak. They are computed on first use, because the first step under ``attach`` needs only the floor.
         """
         if not self._rungs:
             self.problem.deadline = time.monotonic() + TIME_LIMIT_SECONDS
@@ -359,8 +365,8 @@ class Planner:
     def _climb(self, known: Mapping[int, Simulation]) -> dict[int, Simulation]:
         """Solve the ladder: return a mapping from budgets in bytes to the simulated step of the best plan for each budget.
 
-        The budgets are spread evenly from the floor to the unmanaged peak. A budget is left out if no plan was found for it.
-        ``known`` maps budgets to steps that need not be solved again.
+        The budgets are spread evenly from the floor (lowest reachable peak) to the unmanaged (without a plan) peak. A budget is
+        left out if no plan was found for it. ``known`` maps budgets to steps that need not be solved again.
         """
         # They depend only on the step, so a plan for a larger budget can fall back on every plan of a smaller one.
         low, high = self.floor.peak_bytes, self.loosest.peak_bytes
@@ -407,7 +413,8 @@ class Planner:
 
         Args:
             budget_bytes: the budget.
-            found: the solver's own result at this budget; its bound is used if the choices are complete.
+            found: the solver's own result at this budget; its bound is used if the choices (what to keep or recompute) are
+                complete.
             boundaries: True if the bound must also hold for plans that drop region inputs.
         """
         if boundaries not in self._bounds:
@@ -418,7 +425,8 @@ class Planner:
         return bound
 
     def frontier(self) -> tuple[FrontierPoint, ...]:
-        """Return a point (peak in bytes, step seconds) for each plan of the ladder that is best in its way, lowest peak first.
+        """Return a point (peak in bytes, step seconds) for each plan of the ladder (plans with falling peaks) that is best in
+        its way, lowest peak first.
 
         A plan is left out if another plan has a peak and seconds that are both at most as large.
         """
@@ -461,7 +469,7 @@ class Planner:
         return np.zeros(len(self.problem.windows.spans))
 
     def region_prices(self, window_prices: npt.NDArray[np.float64]) -> list[float]:
-        """Return a list with, for each region, the seconds per step that one byte held by the region costs.
+        """Return a list with, for each region (module call), the seconds per step that one byte held by the region costs.
 
         The region holds bytes in some windows (stretches of the step), and the result is the sum of their prices. In a
         pipeline, waiting micro-batches hold the byte too, so the prices of the windows while they wait are added.
@@ -473,6 +481,8 @@ class Planner:
 
 
 def _choices(selection: Selection) -> tuple[Choice, ...]:
-    """Return a tuple with the choice that a result of the solver takes for each region."""
+    """Return a tuple with the choice (what to keep or recompute) that a result of the solver takes for each region (module
+    call).
+    """
     assert selection.effects is not None
     return tuple(effect.choice for effect in selection.effects)

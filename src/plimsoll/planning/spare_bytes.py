@@ -1,4 +1,4 @@
-"""Plans for regions whose bytes depend on data: regions whose code reads values of tensors.
+"""Plans for regions (module calls) whose bytes depend on data: regions whose code reads values of tensors.
 
 Another batch may make such a region save larger tensors (a router sends it more rows), or tensors that the plan does not know
 (its code takes another way than in the planned step). The plan's peak contains neither. So a part of the budget stays free for
@@ -19,11 +19,11 @@ _DEVIATIONS = 2.0
 
 
 def spread_bytes(plan: Plan) -> int:
-    """Return how many bytes more than a plan's peak another batch may need, because regions that read values hold more.
+    """Return how many bytes more than a plan's peak another batch may need, because regions (module calls) that read values
+    hold more.
 
-    A plan is made from one step, but a step has several regions of one kind, and each of them read other values. They are
-    alike if they decide about equally many values. The deviations of the bytes that they hold add up as those of independent
-    numbers.
+    A plan is made from one step, but a step has several regions of one kind, and each of them read other values. They are alike
+    if they decide about equally many values. The deviations of the bytes that they hold add up as those of independent numbers.
     """
     held: dict[tuple[int, int], list[int]] = {}
     for region in plan.regions:
@@ -35,7 +35,7 @@ def spread_bytes(plan: Plan) -> int:
 
 
 def with_spare_bytes(plan: Plan, spare_bytes: int) -> Plan:
-    """Return the plan with the bytes that each region may keep in values that the plan does not know.
+    """Return the plan with the bytes that each region (module call) may keep in values that the plan does not know.
 
     ``spare_bytes`` are the bytes between the peak and the budget. The bytes that stay free for larger tensors are subtracted,
     and the regions that read values share the rest. A region that keeps everything and saves much may keep any number of
@@ -57,5 +57,7 @@ def with_spare_bytes(plan: Plan, spare_bytes: int) -> Plan:
 
 
 def _keeps_much(region: RegionPlan) -> bool:
-    """Return True if the region keeps everything, and autograd saves more in it than its inputs twice."""
+    """Return True if the region (module call) keeps everything, and autograd saves more than twice the bytes of its inputs in
+    it.
+    """
     return region.is_untouched and sum(each.bytes for each in region.decisions) > 2 * region.input_bytes

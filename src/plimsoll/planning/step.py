@@ -3,18 +3,18 @@
 A region is a module that Plimsoll manages, a value one version of one of its tensors' storages, and a slot one tensor that
 autograd saved for backward. For each saved value a plan decides to keep, recompute, compress or offload it.
 
-Time in this module is counted in *instants*, two per tick. Instant ``2t`` lies before op ``t`` runs: slots are packed,
-unpacked and released there, and replays run there. Instant ``2t + 1`` is while op ``t`` runs. A storage with life
-``[born, dies)`` is alive during the instants ``[2 born + 1, 2 dies)``.
+Time in this module is counted in *instants*, two per tick (position among the ops). Instant ``2t`` lies before op ``t`` runs:
+slots are packed, unpacked and released there, and replays run there. Instant ``2t + 1`` is while op ``t`` runs. A storage with
+life ``[born, dies)`` is alive during the instants ``[2 born + 1, 2 dies)``.
 
 The *fixed* bytes are the bytes that no decision changes: lives of the trace, workspaces, slots that must be kept, and every
 slot until its region's forward ends (the engine keeps real tensors until then).
 
-In a pipeline a stage runs the step of one micro-batch while others *wait* between their forward and their backward. With
-at most ``in_flight`` micro-batches, all but one wait. The *handover* is the moment when forward has ended and backward has not
-begun. Each waiting micro-batch holds the tensors alive at the handover, except those that all micro-batches share (alive
-before the step, and not an input). All micro-batches take the same choices, so together they hold a multiple of one
-micro-batch's bytes. When the optimizer runs, no micro-batch waits.
+In a pipeline a stage runs the step of one micro-batch while others *wait* between their forward and their backward. With at
+most ``in_flight`` micro-batches, all but one wait. The *handover* is the moment when forward has ended and backward has not
+begun. Each waiting micro-batch holds the tensors alive at the handover, except those that all micro-batches share (alive before
+the step, and not an input). All micro-batches take the same choices, so together they hold a multiple of one micro-batch's
+bytes. When the optimizer runs, no micro-batch waits.
 """
 
 from __future__ import annotations
@@ -44,14 +44,16 @@ op."""
 
 @dataclass(frozen=True, slots=True)
 class RegionView:
-    """Data: one call of one region, and which decisions are possible for its values. Numbers of values are ids in its graph.
+    """Data: one call of one region (module call), and which decisions are possible for its values. Numbers of values are ids in
+    its graph.
 
-    ``saved`` are the values that autograd saves in slots that Plimsoll manages, each once, in the order of saving. Of these,
-    ``droppable`` values may be recomputed, ``movable`` values must be held but may be held in another form (compressed or
-    offloaded), and ``forced`` values are always kept. ``forms`` maps saved values and inputs to their possible forms, ``pins``
-    maps values to the user's decisions. ``copied`` are inputs that no slot holds: a recipe (the ops that rebuild a value) that
-    needs such an input copies it when the region begins, or holds it without a copy if it is in ``steady``. ``free`` are
-    parameters and buffers, which are in memory anyway. ``slots_of`` maps each saved value to its slots.
+    ``saved`` are the values that autograd saves in slots (saved tensors) that Plimsoll manages, each once, in the order of
+    saving. Of these, ``droppable`` values may be recomputed, ``movable`` values must be held but may be held in another form
+    (compressed or offloaded), and ``forced`` values are always kept. ``forms`` maps saved values and inputs to their possible
+    forms, ``pins`` maps values to the user's decisions. ``copied`` are inputs that no slot holds: a recipe (the ops that
+    rebuild a value) that needs such an input copies it when the region begins, or holds it without a copy if it is in
+    ``steady``. ``free`` are parameters and buffers, which are in memory anyway. ``slots_of`` maps each saved value to its
+    slots.
     """
 
     call: RegionCall
@@ -67,7 +69,7 @@ class RegionView:
 
     @property
     def graph(self) -> RegionGraph:
-        """The graph of the region's call: its ops, its values and the tensors that autograd saved."""
+        """The graph of this module call: its ops, its values and the tensors that autograd saved."""
         return self.call.graph
 
     @property
@@ -82,19 +84,23 @@ class RegionView:
 
     @property
     def everything(self) -> frozenset[int]:
-        """The ids of the values that a region keeps if it keeps as much as possible: all values a plan may decide about."""
+        """The ids of the values that a region (module call) keeps if it keeps as much as possible: all values a plan may decide
+        about.
+        """
         return frozenset(self.decided)
 
     @property
     def nothing(self) -> frozenset[int]:
-        """The ids of the values that are kept if the region recomputes as much as possible.
+        """The ids of the values that are kept if the region (module call) recomputes as much as possible.
 
         They are the movable values, which cannot be recomputed but may be compressed or offloaded.
         """
         return frozenset(self.movable)
 
     def form(self, value: int, name: str) -> Form:
-        """Return the form with this name that a value may take. A form is a codec's payload, or a transfer over a link."""
+        """Return the form with this name that a value may take. A form is a codec's payload, or a transfer over a link (to host
+        memory or disk).
+        """
         return next(form for form in self.forms[value].forms if form.name == name)
 
     def sensitivity(self, value: int) -> float:
@@ -116,11 +122,12 @@ class RegionView:
 
 @dataclass(frozen=True, slots=True)
 class Transfers:
-    """Data: a schedule of transfers over a link, used instead of Plimsoll's own schedule to simulate other frameworks.
+    """Data: a schedule of transfers over a link (to host memory or disk), used instead of Plimsoll's own schedule to simulate
+    other frameworks.
 
-    ``spans`` maps (region, value) to two instants: when the device frees the value, and when the device allocates room for
-    the value again. A value that is read between the two instants is brought back when it is read. ``waiting_seconds`` maps
-    each region to the seconds that its transfers add to the step.
+    ``spans`` maps (region, value) to two instants: when the device frees the value, and when the device allocates room for the
+    value again. A value that is read between the two instants is brought back when it is read. ``waiting_seconds`` maps each
+    region (module call) to the seconds that its transfers add to the step.
     """
 
     spans: Mapping[tuple[int, int], Span]
@@ -169,12 +176,14 @@ class StepIndex:
         self.forced_spans = self._forced_spans()
         self._covered: dict[int, list[Span]] = {}
         self.replays: dict[Any, Any] = {}
-        """The cache of the module ``simulate``: maps (region, choice) to the replay, the recomputation of that region."""
+        """The cache of the module ``simulate``: maps (region, choice) to the replay, the recomputation of that region (module
+        call).
+        """
         self.transfers: Transfers | None = None
         """The schedule of transfers to simulate; ``None`` for Plimsoll's own schedule, which has one window per transfer."""
 
     def scheduled(self, transfers: Transfers | None) -> StepIndex:
-        """Return a copy of the step whose transfers over the link follow the given schedule.
+        """Return a copy of the step whose transfers over the link (to host memory or disk) follow the given schedule.
 
         ``None`` means Plimsoll's own schedule.
         """
@@ -183,12 +192,14 @@ class StepIndex:
         return other
 
     def op_seconds(self, cost_key: str) -> float:
-        """Return the measured or predicted seconds of the op with this cost key; 0 if the costs do not contain the key."""
+        """Return the measured or predicted seconds of the op with this cost key (an op with its shapes); 0 if the costs do not
+        contain the key.
+        """
         cost = self.costs.ops.get(cost_key)
         return 0.0 if cost is None else cost.seconds
 
     def replay_seconds(self, cost_key: str) -> float:
-        """Return the seconds that it takes to run the op with this cost key again in backward.
+        """Return the seconds that it takes to run the op with this cost key (an op with its shapes) again in backward.
 
         Plimsoll's own work for a recomputed op is included.
         """
@@ -197,14 +208,17 @@ class StepIndex:
 
     @cached_property
     def _kernels(self) -> frozenset[str]:
-        """The cost keys of ops in compiled regions. Compiled code recomputes them itself, without Plimsoll's time per op."""
+        """The cost keys (names of ops with their shapes) in compiled regions (module calls). Compiled code recomputes them
+        itself, without Plimsoll's time per op.
+        """
         return frozenset(op.cost_key for view in self.views if view.call.is_compiled for op in view.graph.ops)
 
     @cached_property
     def compiled_together(self) -> tuple[tuple[int, ...], ...]:
-        """A tuple for each compiled region that the step calls several times, with the positions of these calls in ``views``.
+        """A tuple for each compiled region (module call) that the step calls several times, with the positions of these calls
+        in ``views``.
 
-        All calls of a compiled region run the same code, so they must take the same choice.
+        All calls of a compiled region run the same code, so they must take the same choice (what to keep or recompute).
         """
         calls: defaultdict[str, list[int]] = defaultdict(list)
         for at, view in enumerate(self.views):
@@ -215,7 +229,7 @@ class StepIndex:
     def life(self, storage: int) -> Span:
         """Return two instants: the first at which a storage is alive, and the first at which the storage is not alive any more.
 
-        The time when only saved tensors of regions hold the storage does not count.
+        The time when only saved tensors of regions (module calls) hold the storage does not count.
         """
         entry = self.trace.storages[storage]
         return max(2 * entry.born + 1, 0), min(max(2 * entry.dies + entry.is_overwritten, 0), self.instants)
@@ -231,11 +245,12 @@ class StepIndex:
         return self._covered[storage]
 
     def neighbour(self, region: int) -> RegionCall | None:
-        """Return the region call whose compute hides the transfers of ``region``; or ``None``.
+        """Return the region (module call) whose compute hides the transfers of ``region``; or ``None``.
 
         It is the next region call, if its backward ends before the backward of ``region`` starts. Each transfer has one window:
         the next call's forward, or its backward. So the bytes at each instant do not depend on the link's speed, and the cost
-        of a region's choice does not depend on other regions (docs/project/design/one-window-per-transfer.md).
+        of a region's choice (what to keep or recompute) does not depend on other regions
+        (docs/project/design/one-window-per-transfer.md).
         """
         if region + 1 >= len(self.views):
             return None
@@ -246,7 +261,7 @@ class StepIndex:
     def transfer_windows(self, call: RegionCall, after: RegionCall) -> tuple[float, float]:
         """Return two numbers: the seconds of compute that hide transfers from the device, and those that hide transfers back.
 
-        ``after`` is the neighbour of ``call``, the region call whose compute hides the transfers of ``call``.
+        ``after`` is the region (module call) after ``call``; its compute hides the transfers of ``call``.
         """
         before = self.seconds_before
         out_window = before[after.forward[1]] - before[call.forward[1]]
@@ -351,7 +366,8 @@ class StepIndex:
 
 
 def boundary_values(index: StepIndex, view: RegionView) -> frozenset[int]:
-    """Return the ids of the saved inputs of a region that are not held if a choice drops the region's input.
+    """Return the ids of the saved inputs of a region (module call) that are not held if a choice (what to keep or recompute)
+    drops the region's input.
 
     An earlier region made these inputs and can rebuild them. The result is empty if several regions made them.
     """
@@ -372,7 +388,9 @@ def boundary_values(index: StepIndex, view: RegionView) -> frozenset[int]:
 
 
 def _can_provide(maker: RegionView, storage: int) -> bool:
-    """Return True if region ``maker`` outputs ``storage`` and can rebuild all outputs from values that it always holds."""
+    """Return True if region (module call) ``maker`` outputs ``storage`` and can rebuild all outputs from values that it always
+    holds.
+    """
     outputs = maker.graph.outputs
     if (
         not maker.droppable
@@ -385,7 +403,9 @@ def _can_provide(maker: RegionView, storage: int) -> bool:
 
 
 def provider_of(index: StepIndex, view: RegionView, linked: frozenset[int]) -> int:
-    """Return the position of the region that rebuilds ``linked``, the dropped inputs of ``view``; -1 if none is dropped."""
+    """Return the position of the region (module call) that rebuilds ``linked``, the dropped inputs of ``view``; -1 if none is
+    dropped.
+    """
     if not linked:
         return -1
     return index.trace.storages[view.graph.values[next(iter(linked))].storage].region
@@ -442,7 +462,7 @@ def subtract(spans: Iterable[Span], covered: Iterable[Span]) -> list[Span]:
 
 
 def _saved_by_several(trace: Trace) -> frozenset[int]:
-    """Return the ids of the storages that more than one region call saves for backward."""
+    """Return the ids of the storages that more than one region (module call) saves for backward."""
     savers: dict[int, set[int]] = {}
     for call in trace.regions:
         for slot in call.graph.slots:
@@ -454,10 +474,10 @@ def _saved_by_several(trace: Trace) -> frozenset[int]:
 def _view(
     trace: Trace, call: RegionCall, forms: dict[str, ValueForms], shared: frozenset[int], *, may_recompute: bool
 ) -> RegionView:
-    """Return what one region call may decide: which of its saved values may be recomputed, moved, or must be kept.
+    """Return what one region (module call) may decide: which of its saved values may be recomputed, moved, or must be kept.
 
-    ``forms`` maps names of values to their possible forms (codecs and links). ``shared`` are the storages that several region
-    calls save.
+    ``forms`` maps names of values to their possible forms (codecs and links). ``shared`` are the storages that several regions
+    save.
     """
     graph = call.graph
     slots_of: dict[int, tuple[Slot, ...]] = {}
@@ -495,7 +515,8 @@ def _view(
 
 
 def _droppable(trace: Trace, call: RegionCall, saved: tuple[int, ...], given: frozenset[int]) -> tuple[int, ...]:
-    """Return the ids of the saved values that a region call made and can recompute, if all other saved values are held.
+    """Return the ids of the saved values that a region (module call) made and can recompute, if all other saved values are
+    held.
 
     ``given`` are the values that are in memory anyway.
     """

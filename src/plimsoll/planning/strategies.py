@@ -77,15 +77,18 @@ without bias."""
 _OP_ALIASES = {"sdpa": "scaled_dot_product"}
 MEMORY_BUDGET, CHECKPOINT, SELECTIVE = "memory-budget", "checkpoint", "checkpoint:selective"
 """Names of strategies that torch itself carries out under torch.compile. ``memory-budget:0.5`` sets torch's activation memory
-budget to this share. ``checkpoint`` checkpoints each region. ``checkpoint:selective`` does the same, but saves the outputs of
-matrix products and attention."""
+budget to this share. ``checkpoint`` checkpoints each region (module call). ``checkpoint:selective`` does the same, but saves
+the outputs of matrix products and attention.
+"""
 _SOFTMAX = ("_softmax", "_safe_softmax")
 _BATCHED = frozenset(["bmm", "baddbmm"])
 _PRODUCTS = _BATCHED | {"mm", "addmm"}
 
 
 def choose_none(index: StepIndex, _argument: str) -> tuple[Choice, ...]:
-    """Return one choice for each region (module): the choice keeps all values that the region saved for backward."""
+    """Return one choice (what to keep or recompute) for each region (module): the choice keeps all values that the region saved
+    for backward.
+    """
     return tuple(Choice(view.everything) for view in index.views)
 
 
@@ -95,7 +98,8 @@ def choose_full(index: StepIndex, _argument: str) -> tuple[Choice, ...]:
 
 
 def choose_every(index: StepIndex, argument: str) -> tuple[Choice, ...]:
-    """Return one choice for each region; k consecutive regions form a group, and ``argument`` is k.
+    """Return one choice (what to keep or recompute) for each region (module call); k consecutive regions form a group, and
+    ``argument`` is k.
 
     Each group keeps only the input of its first region. In backward, all regions of the group are recomputed from this input.
     """
@@ -103,7 +107,8 @@ def choose_every(index: StepIndex, argument: str) -> tuple[Choice, ...]:
 
 
 def choose_first(index: StepIndex, argument: str) -> tuple[Choice, ...]:
-    """Return one choice for each region: the first n regions keep only their inputs, the others keep everything.
+    """Return one choice (what to keep or recompute) for each region: the first n regions (module calls) keep only their inputs,
+    the others keep everything.
 
     ``argument`` is n.
     """
@@ -112,7 +117,8 @@ def choose_first(index: StepIndex, argument: str) -> tuple[Choice, ...]:
 
 
 def choose_nth(index: StepIndex, argument: str) -> tuple[Choice, ...]:
-    """Return one choice for each region: each k-th region keeps only its input, the others keep everything.
+    """Return one choice (what to keep or recompute) for each region: each k-th region (module call) keeps only its input, the
+    others keep everything.
 
     ``argument`` is k.
     """
@@ -121,7 +127,7 @@ def choose_nth(index: StepIndex, argument: str) -> tuple[Choice, ...]:
 
 
 def choose_sqrt(index: StepIndex, _argument: str) -> tuple[Choice, ...]:
-    """Return one choice for each of the n regions, in groups of about √n regions.
+    """Return one choice (what to keep or recompute) for each of the n regions (module calls), in groups of about √n regions.
 
     Each group keeps only the input of its first region. In backward, all regions of the group are recomputed from this input.
     """
@@ -129,7 +135,7 @@ def choose_sqrt(index: StepIndex, _argument: str) -> tuple[Choice, ...]:
 
 
 def choose_selective(index: StepIndex, argument: str) -> tuple[Choice, ...]:
-    """Return one choice for each region under the strategy ``selective:argument``.
+    """Return one choice for each region (module call) under the strategy ``selective:argument``.
 
     If the argument names modules or parts of a block (joined by ``+``), their values are recomputed and all other values are
     kept. If the argument names ops (joined by commas), the outputs of these ops are kept and all other values are recomputed.
@@ -175,7 +181,7 @@ def choose_min_cut(index: StepIndex, _argument: str) -> tuple[Choice, ...]:
 
 
 def _fewest_bytes(view: RegionView) -> Choice:
-    """Return one region's choice under the strategy ``min-cut``, found as a minimum cut whose cost is the bytes kept.
+    """Return the choice of one region (module call) under the strategy ``min-cut``: a minimum cut whose cost is the bytes kept.
 
     In the cut's graph, a cheap op costs next to nothing to run again. Any other op costs infinity, so that it never runs again.
     A value that a product of backward reads is always kept and counts 0 bytes, because dropping this value saves nothing.
@@ -198,7 +204,8 @@ def _fewest_bytes(view: RegionView) -> Choice:
 
 
 def choose_form(index: StepIndex, name: str) -> tuple[Choice, ...]:
-    """Return one choice for each region that holds its values in the form ``name``: a codec, or ``offload``.
+    """Return one choice (what to keep or recompute) for each region (module call) that holds its values in the form ``name``: a
+    codec, or ``offload``.
 
     Values that cannot take this form are kept unchanged. Values that a lossy codec cannot take, such as masks, are compressed
     without loss.
@@ -207,16 +214,18 @@ def choose_form(index: StepIndex, name: str) -> tuple[Choice, ...]:
 
 
 def choose_offload_inputs(index: StepIndex, _argument: str) -> tuple[Choice, ...]:
-    """Return one choice for each region: it offloads its input, and recomputes everything else from it.
+    """Return one choice (what to keep or recompute) for each region: it offloads its input, and recomputes everything else from
+    it.
 
-    The last region keeps its input: its backward begins at once, so nothing would hide the transfers.
+    The last region (module call) keeps its input: its backward begins at once, so nothing would hide the transfers.
     """
     sent = send_kept(index, choose_full(index, ""))
     return (*sent[:-1], *choose_full(index, "")[-1:])
 
 
 def choose_hybrid(index: StepIndex, argument: str) -> tuple[Choice, ...]:
-    """Return one choice for each region: the first N regions compress their values, the others are recomputed in groups of k.
+    """Return one choice (what to keep or recompute) for each region: the first N regions (module calls) compress their values,
+    the others are recomputed in groups of k.
 
     ``argument`` is ``N,k``.
     """
@@ -225,7 +234,8 @@ def choose_hybrid(index: StepIndex, argument: str) -> tuple[Choice, ...]:
 
 
 def _grouped(views: Sequence[RegionView], size: int) -> tuple[Choice, ...]:
-    """Return one choice for each of these regions, in groups of ``size`` consecutive regions: all values are recomputed.
+    """Return one choice for each of these regions (module calls), in groups of ``size`` consecutive regions: all values are
+    recomputed.
 
     The first region of a group keeps its input. The other regions of the group drop their inputs too.
     """
@@ -266,7 +276,8 @@ def _hybrid_sizes(argument: str) -> tuple[int, int]:
 
 
 def send_kept(index: StepIndex, choices: Sequence[Choice]) -> tuple[Choice, ...]:
-    """Return the same choices, one for each region, with all kept values offloaded, and the inputs of recomputation too.
+    """Return the same choices, one for each region (module call), with all kept values offloaded, and the inputs of
+    recomputation too.
 
     A value that may not go over the link to the host stays kept on the device.
     """
@@ -286,7 +297,8 @@ def send_kept(index: StepIndex, choices: Sequence[Choice]) -> tuple[Choice, ...]
 
 
 def _in_form(view: RegionView, name: str) -> Choice:
-    """Return one region's choice that compresses or offloads each value that can take the form ``name``, and keeps the others.
+    """Return the choice for one module call that compresses or offloads each value that can take the form ``name``, and keeps
+    the others.
 
     The form is a codec, or ``offload``. For a codec, masks and integers take their smallest lossless form.
     """
@@ -321,8 +333,11 @@ STRATEGIES: dict[str, Callable[[StepIndex, str], tuple[Choice, ...]]] = {
     "selective": choose_selective,
     "sqrt": choose_sqrt,
 }
-"""Maps the name of a strategy (the part before the colon) to a function. The function takes the step and the text after the
-colon, and returns one choice for each region. ``auto`` is missing, because ``solve`` itself finds its choices."""
+"""Maps the name of a strategy (the part before the colon) to a function that returns one choice (what to keep or recompute) for
+each region (module call).
+
+The function takes the step and the text after the colon. ``auto`` is missing, because ``solve`` itself finds its choices.
+"""
 
 _MOST_LETTERS = 4000
 _WITH_ARGUMENT = ("every", "first", "hybrid", "nth", "selective")
@@ -338,7 +353,7 @@ def codecs_of_strategy(strategy: str) -> tuple[str, ...]:
 
 
 def uses_link(strategy: str) -> bool:
-    """Return True if a named strategy offloads values over a link."""
+    """Return True if a named strategy offloads values over a link (to host memory or disk)."""
     return strategy in ("offload", "offload-inputs")
 
 
@@ -443,7 +458,7 @@ def refuse_unknown_ops(strategy: str, ops: Collection[str]) -> None:
 
 
 def strategy_choices(index: StepIndex, strategy: str) -> tuple[Choice, ...]:
-    """Return the choice of every region under a named strategy.
+    """Return the choice (what to keep or recompute) of every region (module call) under a named strategy.
 
     Args:
         index: the step.
@@ -522,7 +537,7 @@ def _up_to_products(view: RegionView, values: Sequence[int]) -> frozenset[int]:
 
 
 def core_ops(view: RegionView) -> frozenset[int]:
-    """Return the ids of those ops of a region that compute attention itself, without its projections.
+    """Return the ids of those ops of a region (module call) that compute attention itself, without its projections.
 
     They are the fused attention op, or all ops from the product that makes the scores to the product that reads the softmax.
     """
@@ -554,7 +569,7 @@ def _up_projected(view: RegionView) -> frozenset[int]:
 
 
 def has_compressed_keys(view: RegionView) -> bool:
-    """Return True if a region's attention is multi-latent attention, which compresses keys and values."""
+    """Return True if the attention in a region (module call) is multi-latent attention, which compresses keys and values."""
     return any("kv_b_proj" in value.name for value in view.graph.values)
 
 
@@ -564,7 +579,8 @@ _MADE_IN_PARTS: dict[str, Callable[[RegionView], frozenset[int]]] = {
     "moe-act": _experts_activations,
 }
 """Maps the name of a part of a block that is not a module (``core`` in ``selective:core``) to a function. The function takes a
-region and returns the ids of the values that this part makes."""
+region (module call) and returns the ids of the values that this part makes.
+"""
 
 
 def _module(view: RegionView, value: int) -> str:
@@ -572,12 +588,14 @@ def _module(view: RegionView, value: int) -> str:
 
 
 def _kept_outside(view: RegionView, pattern: re.Pattern[str]) -> frozenset[int]:
-    """Return the ids of a region's droppable values that were made by modules whose path does not match the pattern."""
+    """Return the ids of those droppable values of a region (module call) that modules made whose path does not match the
+    pattern.
+    """
     return frozenset(v for v in view.droppable if not pattern.search(_module(view, v)))
 
 
 def _kept_outputs(view: RegionView, names: list[str]) -> frozenset[int]:
-    """Return the ids of a region's droppable values that are outputs of the ops in ``names``.
+    """Return the ids of those droppable values of a region (module call) that are outputs of the ops in ``names``.
 
     ``mm/2`` means only every second ``mm``.
     """

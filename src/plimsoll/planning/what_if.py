@@ -1,8 +1,8 @@
 """Predicts the trace and the peak of a step if its head and its loss over many classes were computed chunk by chunk.
 
 The head is the linear layer that makes the logits. Both are found without names: the loss is the largest log-softmax outside of
-regions, and the head is the matrix product before the loss whose arithmetic matches one parameter (classes, features) and a
-number of rows.
+regions (module calls), and the head is the matrix product before the loss whose arithmetic matches one parameter (classes,
+features) and a number of rows.
 
 The changed step is the step under ``plimsoll.chunked``. It does not store all logits, only one chunk of them while the loss is
 computed. The gradients of the hidden states and of the weight are alive from the head's forward on, because they are computed
@@ -37,10 +37,10 @@ class HeadAndLoss(msgspec.Struct, frozen=True, kw_only=True):
     """Data: the head (the linear layer that makes the logits) and the loss of one step.
 
     ``rows`` is the number of hidden states, ``features`` the size of one, ``classes`` the number of logits of one.
-    ``first_tick`` is the tick of the head's op, ``loss_tick`` the tick after the log-softmax. The other fields with several
-    numbers are ids of storages. ``logit_storages`` are those of logits, their casts and caps, their log-softmax and gradients.
-    ``weight_gradients`` and ``hidden_gradients`` are the gradients that the head's backward makes. ``weight_casts`` are copies
-    of the weight in another dtype, made only for the head.
+    ``first_tick`` is the tick (position among the ops) of the head's op, ``loss_tick`` the tick after the log-softmax. The
+    other fields with several numbers are ids of storages. ``logit_storages`` are those of logits, their casts and caps, their
+    log-softmax and gradients. ``weight_gradients`` and ``hidden_gradients`` are the gradients that the head's backward makes.
+    ``weight_casts`` are copies of the weight in another dtype, made only for the head.
     """
 
     weight: str
@@ -87,7 +87,7 @@ def find_head(trace: Trace, *, is_divided: bool = False) -> HeadAndLoss | None:
     ``None`` if the step does not have a loss over classes, or if its trace does not list parameters.
 
     Args:
-        trace: the step's trace, with or without regions.
+        trace: the step's trace, with or without regions (module calls).
         is_divided: also find a loss over logits that are divided among tensor-parallel ranks.
     """
     born: dict[int, list[int]] = {}
@@ -115,7 +115,8 @@ def find_head(trace: Trace, *, is_divided: bool = False) -> HeadAndLoss | None:
 
 
 def _is_divided_loss(trace: Trace, tick: int) -> bool:
-    """Return True if the op at this tick belongs to a loss over logits divided among tensor-parallel ranks.
+    """Return True if the op at this tick (position among the ops) belongs to a loss over logits divided among tensor-parallel
+    ranks.
 
     Such a loss subtracts the largest logit after a reduction over the ranks.
     """
@@ -272,7 +273,8 @@ def chunk_logit_bytes(head: HeadAndLoss) -> int:
 
 
 def _workspaces(trace: Trace, head: HeadAndLoss) -> dict[str, int]:
-    """Return the trace's workspaces (bytes for each cost key) without the ops that only the head and the loss run.
+    """Return the bytes of the trace's workspaces (memory that an op frees when it ends) for each op, without ops that only the
+    head and the loss run.
 
     With chunks, such an op works on only one chunk.
     """
@@ -284,7 +286,8 @@ def _workspaces(trace: Trace, head: HeadAndLoss) -> dict[str, int]:
 
 
 def peak_with_chunked_loss(simulation: Simulation) -> int | None:
-    """Return the peak in bytes, with the same choices, that the step would have if its loss were computed in chunks.
+    """Return the peak in bytes, with the same choices (what to keep or recompute), that the step would have if its loss were
+    computed in chunks.
 
     ``None`` if the peak cannot be predicted: the step needs a head with a loss over classes, and the chunked step must have the
     same values to decide about.

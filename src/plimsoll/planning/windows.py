@@ -1,9 +1,10 @@
-"""Splits a step into windows of time. Each window gives one linear constraint on the bytes that regions add to it.
+"""Splits a step into windows of time. Each window gives one linear constraint on the bytes that regions (module calls) add to
+it.
 
 A window is a stretch of instants during which every region but at most one adds a constant. Then the peak of the window is a
-sum over regions: the constants of the others, and for the active region the joint maximum of fixed bytes and its own curve.
-If two regions are active at once (parallel branches), every instant is its own window, so the constraint stays exact.
-Waiting micro-batches hold a multiple of the bytes added at the handover, in every window before the optimizer's.
+sum over regions: the constants of the others, and for the active region the joint maximum of fixed bytes and its own curve. If
+two regions are active at once (parallel branches), every instant is its own window, so the constraint stays exact. Waiting
+micro-batches hold a multiple of the bytes added at the handover, in every window before the optimizer's.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ from plimsoll.planning.step import Ints, StepIndex
 class Windows:
     """Data: the windows (stretches of time) of a step, and the bytes that each choice of each region adds to each window.
 
-    ``fixed_bytes[w]`` plus the sum over regions r of ``added_bytes[r][w, choice]`` is the peak of window w.
-    ``effects[r]`` are the choices of region r that no other choice equals or beats in seconds, error, bytes on the link and
-    in every window. ``is_held[r][w]`` is True if region r holds its retained bytes in window w: from the end of its forward
-    to the end of its backward.
+    A choice says what a region (module call) keeps and recomputes. ``fixed_bytes[w]`` plus the sum over regions r of
+    ``added_bytes[r][w, choice]`` is the peak of window w. ``effects[r]`` are the choices of region r that no other choice
+    equals or beats in seconds, error, bytes sent to host memory or disk, and in every window. ``is_held[r][w]`` is True if
+    region r holds its retained bytes in window w: from the end of its forward to the end of its backward.
     """
 
     spans: tuple[tuple[int, int], ...]
@@ -39,7 +40,9 @@ class Windows:
 
 
 def build_windows(index: StepIndex, sets: Sequence[ChoiceSet]) -> Windows:
-    """Split a step into windows (stretches of time), and compute the bytes that each choice of each region adds to each window.
+    """Split a step into windows (stretches of time), and compute the bytes that each choice adds to each window.
+
+    A choice says what a region (module call) keeps and recomputes.
 
     Args:
         index: the step.
@@ -65,9 +68,10 @@ def build_windows(index: StepIndex, sets: Sequence[ChoiceSet]) -> Windows:
 
 
 def _split(index: StepIndex, frames: Sequence[RegionFrame], stacks: Sequence[_Stack]) -> list[tuple[int, int]]:
-    """Return the windows of a step as (first instant, end) pairs.
+    """Return the windows of a step as (first instant, end) pairs. A window is a stretch of the step.
 
-    In a window all regions but at most one add constant bytes. If this is impossible, each instant is its own window.
+    In a window all regions (module calls) but at most one add constant bytes. If this is impossible, each instant is its own
+    window.
     """
     cuts = {0, index.instants}
     if index.waiting:
@@ -93,10 +97,11 @@ def _split(index: StepIndex, frames: Sequence[RegionFrame], stacks: Sequence[_St
 
 
 class _Stack:
-    """Tables with the effects (added memory and time) of all choices in one set; they tell what each choice adds to a window.
+    """Tables with the memory and time of all choices (what to keep or recompute) in one set, to find what each adds to a
+    window.
 
-    The bytes that choices add to a window depend only on the window's ``key``. So regions that are alike share these bytes, and
-    share which choices others beat.
+    A window is a stretch of the step. The bytes that choices add to a window depend only on the window's ``key``. So regions
+    (module calls) that are alike share these bytes, and share which choices others beat.
     """
 
     def __init__(self, effects: Sequence[Effect]) -> None:
@@ -107,8 +112,9 @@ class _Stack:
         self._seconds = np.array([effect.seconds for effect in effects])
         self._shared = np.array([(effect.squared_error, effect.link_bytes) for effect in effects])
         self.reliefs: dict[Relief, Ints] = {}
-        """Bytes that choices do not add during a part of the time between forward and backward. Maps each such part (a relief
-        with size 0) to an array with the bytes for each choice."""
+        """Bytes that choices (what to keep or recompute) do not add during a part of the time between forward and backward.
+        Maps each such part (a relief with size 0) to an array with the bytes for each choice.
+        """
         for choice, effect in enumerate(effects):
             for relief in effect.relief:
                 stretch = relief._replace(size=0)
@@ -118,16 +124,16 @@ class _Stack:
         self.has_exit_bytes = any(effect.exit_bytes for effect in effects)
         changes = np.flatnonzero((np.diff(self._curves, axis=1) != 0).any(axis=0))
         self.settles = int(changes[-1]) + 1 if len(changes) else 0
-        """The position, in instants from the start of the region's backward, after which the bytes of each choice stay
-        constant."""
+        """For all choices (what to keep or recompute): how many instants after backward begins their bytes stop to change."""
         self._rows: dict[Hashable, Ints] = {}
         self._undominated: dict[tuple[Hashable, ...], list[int]] = {}
 
     def key(self, index: StepIndex, frame: RegionFrame, a: int, b: int) -> Hashable:
-        """Return a key that says where the window from instant a to b lies relative to a region.
+        """Return a key that says where the window (stretch of the step) from instant a to b lies relative to a region (module
+        call).
 
-        Equal keys mean that choices add equal bytes. The key contains the fixed bytes relative to their maximum, so that alike
-        regions have equal keys.
+        Equal keys mean that choices (what to keep or recompute) add equal bytes. The key contains the fixed bytes relative to
+        their maximum, so that alike regions have equal keys.
         """
         if b <= frame.entry or a >= frame.stop:
             return ("nothing",)
@@ -140,7 +146,9 @@ class _Stack:
         return ("between", *(relief for relief, (start, stop) in spans.items() if start <= a and b <= stop))
 
     def row(self, key: Hashable) -> Ints:
-        """Return an array with the bytes that each choice adds to the windows (stretches of the step) that have this key."""
+        """Return an array with the bytes that each choice (what to keep or recompute) adds to the windows (stretches of the
+        step) that have this key.
+        """
         if key not in self._rows:
             self._rows[key] = self._row(key)
         return self._rows[key]
@@ -160,10 +168,10 @@ class _Stack:
         return peaks
 
     def undominated(self, keys: tuple[Hashable, ...]) -> list[int]:
-        """Return the positions of the choices that no other choice dominates in the windows with these keys.
+        """Return the positions of the choices (what to keep or recompute) that no other choice dominates in these windows.
 
-        A choice dominates another if it is at most as large in seconds, gradient error, bytes on the link, and bytes in each
-        window.
+        ``keys`` give the windows (stretches of the step). A choice dominates another if it is at most as large in seconds,
+        gradient error, bytes sent to host memory or disk, and bytes in each window.
         """
         if keys not in self._undominated:
             rows = np.stack([self.row(key) for key in keys])

@@ -16,7 +16,7 @@ from plimsoll.artifacts.trace import Category, Phase
 
 @dataclass(frozen=True, slots=True)
 class MemoryAccount:
-    """Bytes of a training step that a plan's prediction does not contain, as data, by their cause.
+    """Data: the bytes of a training step that a plan's prediction does not contain, with one field for each cause.
 
     The sum of the first three fields, the *measured* bytes, is the measured peak of a step of the first traced shape minus its
     predicted peak.
@@ -44,20 +44,25 @@ class MemoryAccount:
         return self.optimizer_state + self.waiting_gradients
 
     def measured_bytes(self, growth: float = 1.0) -> int:
-        """Return the sum of the measured bytes at a shape with ``growth`` times the activations of the first shape. Only
-        ``outside_model`` is multiplied by ``growth``.
+        """Return the measured bytes: optimizer state, gradients that wait, and bytes outside of the model.
+
+        ``growth`` is the bytes of activations at the batch's shape, divided by those at the first shape. Only ``outside_model``
+        is multiplied by it.
         """
         return self.fixed_bytes + round(self.outside_model * growth)
 
     def total_bytes(self, growth: float = 1.0) -> int:
-        """Return the bytes to subtract from the budget: all fields, with ``growth`` as in ``measured_bytes``."""
+        """Return the sum of all fields: the bytes to subtract from the budget.
+
+        ``growth`` is the bytes of activations at the batch's shape, divided by those at the first shape.
+        """
         return self.measured_bytes(growth) + self.held_by_loop + self.withheld
 
     def measuring(self, measured_bytes: int) -> MemoryAccount:
-        """Return the account with new measured bytes. The fields ``optimizer_state`` and ``waiting_gradients`` stay the same,
-        and the rest goes to ``outside_model``.
+        """Return a copy of the account (bytes that predictions lack) whose first three fields sum up to ``measured_bytes``.
 
-        If ``measured_bytes`` is less than these two fields together, they are reduced to that sum.
+        The fields ``optimizer_state`` and ``waiting_gradients`` stay the same, and the rest goes to ``outside_model``. If
+        ``measured_bytes`` is less than these two fields together, they are reduced to that sum.
         """
         state = min(self.optimizer_state, measured_bytes)
         waiting = min(self.waiting_gradients, measured_bytes - state)
@@ -65,15 +70,17 @@ class MemoryAccount:
         return dataclasses.replace(self, optimizer_state=state, waiting_gradients=waiting, outside_model=outside)
 
     def adding_state(self, new_bytes: int) -> MemoryAccount:
-        """Return the account with ``new_bytes`` more optimizer state."""
+        """Return a copy of the account (bytes that predictions lack) with ``new_bytes`` more optimizer state."""
         return dataclasses.replace(self, optimizer_state=self.optimizer_state + new_bytes)
 
     def holding(self, held_by_loop: int) -> MemoryAccount:
-        """Return the account for a loop that now holds ``held_by_loop`` bytes."""
+        """Return a copy of the account (bytes that predictions lack) for a training loop that now holds
+        ``held_by_loop`` bytes.
+        """
         return dataclasses.replace(self, held_by_loop=held_by_loop)
 
     def withholding(self, withheld: int) -> MemoryAccount:
-        """Return the account with ``withheld`` bytes that plans may not use now."""
+        """Return a copy of the account (bytes that predictions lack) with ``withheld`` bytes, which plans may not use now."""
         return dataclasses.replace(self, withheld=withheld)
 
 
@@ -87,8 +94,9 @@ class PlanRoom:
         self.budget_bytes = budget_bytes
 
     def bytes(self, growth: float = 1.0) -> int:
-        """Return the room (the budget minus the account) in bytes, at a shape with ``growth`` times the activations of the
-        first shape.
+        """Return the room in bytes: the budget minus the account (bytes that predictions lack).
+
+        ``growth`` is the bytes of activations at the batch's shape, divided by those at the first shape.
         """
         return self.budget_bytes - self.account.total_bytes(growth)
 

@@ -41,7 +41,7 @@ _PAD = "pad the batches to the same shape, set the same mode and loss, or pass r
 
 
 class _Solved(msgspec.Struct, frozen=True, kw_only=True):
-    """The message of the rank that solves: the JSON of a plan, or the text of a `BudgetBelowFloor`."""
+    """The message from the rank that solves to all other ranks: the JSON of a plan, or the text of a `BudgetBelowFloor`."""
 
     plan: str = ""
     below_floor: tuple[str, str, str, tuple[str, ...]] | None = None
@@ -71,7 +71,7 @@ class DelayedLoss:
             return torch.stack(parts).sum()
 
     def raise_failure(self) -> None:
-        """Raise the first error of the loss, if it failed, and forget it."""
+        """Raise the first error of the user's loss function if there was an error, and clear the error."""
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
@@ -165,7 +165,7 @@ class Agreement:
         self.all_of(what, None, type(None), more_seconds=more_seconds)
 
     def every(self, what: str, *, holds: bool) -> bool:
-        """Exchange ``holds`` with all ranks. Return True if it is True on each of them."""
+        """Return True, on all ranks, if ``holds`` is True on each rank. The ranks exchange their values."""
         return all(self.all_of(what, holds, bool))
 
     def same(self, what: str, facts: Mapping[str, str]) -> None:
@@ -199,7 +199,7 @@ class Agreement:
         self.meet(f"steps of {self._topic}")
 
     def patient(self, task: TrainingTask) -> TrainingTask:
-        """Return the same task, but with a loss that raises its errors only at the end of the step.
+        """Return a copy of the training task whose loss raises its errors only at the end of the step.
 
         The other ranks' collectives in backward can then complete, and the process groups remain usable.
         """
@@ -209,7 +209,7 @@ class Agreement:
         return dataclasses.replace(task, loss=self._delayed)
 
     def made_by(self, rank: int, what: str, make: Callable[[], Plan]) -> Plan:
-        """Let one rank make a plan and return it on all ranks.
+        """Let ``rank`` make a plan with a function, and return this plan on all ranks.
 
         Raises:
             BudgetBelowFloor: no plan fits. It is raised on all ranks. If the caller does not catch it, the ranks other than

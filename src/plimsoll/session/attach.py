@@ -48,9 +48,9 @@ def attach(
 
     The first training step calibrates at the lowest peak that the engine can reach. From the second step on, the model runs
     under the cheapest plan that fits the budget. When a step under this plan was measured, one line with its figures is logged
-    (logger "plimsoll", level INFO), or printed on stderr if no logging is set up. Evaluation (``model.eval()`` or no
-    gradients) is not managed. Batches of other shapes get their own plans, chosen before they run; one or two more shapes are
-    traced for that. If values may be compressed or offloaded, one plan serves all shapes.
+    (logger "plimsoll", level INFO), or printed on stderr if no logging is set up. Evaluation (``model.eval()`` or no gradients)
+    is not managed. Batches of other shapes get their own plans, chosen before they run; one or two more shapes are traced for
+    that. If values may be compressed or offloaded, one plan serves all shapes.
 
     If torch.compile compiles the model or its blocks, the first training call makes a plan, compiles it and runs it once. Later
     shapes share few plans; each is compiled when a batch first needs it.
@@ -86,7 +86,7 @@ def attach(
     Raises:
         InvalidBudget, InvalidModel, InvalidOption: at once.
         BudgetBelowFloor, InvalidRegions, …: in the training call that finds the error: the first call, or the second, after the
-        first step was measured. The model is then unmanaged and unchanged.
+            first step was measured. The model is then unmanaged (without a plan) and unchanged.
         RanksDiffer, RankFailed, RankMissing: as for ``plimsoll.plan``, at once or in a training call.
 
     Example:
@@ -157,10 +157,10 @@ def _refuse_of_gathered(model: nn.Module, units: Sequence[Unit], options: PlanOp
 
 
 def _refuse_split_graphs(model: nn.Module, units: Sequence[Unit]) -> None:
-    """Refuse a model compiled as a whole under ``DistributedDataParallel``.
+    """Refuse a model under ``DistributedDataParallel`` that torch.compile compiles as a whole.
 
-    The call that makes the plan would run inside the wrapper's call. Torch would not split the code that is compiled there in
-    the same way as in later calls.
+    ``attach`` would compile it for its plan within the first call of the wrapper. Torch would not split code that is compiled
+    there in the same way as in later calls.
     """
     if reduced_parameters(model) and not all(unit.path for unit in units):
         raise InvalidModel(

@@ -19,8 +19,9 @@ from plimsoll.session.messages import warn
 from plimsoll.tracing.meters.memory import instances_of, storage_bytes
 
 _MOST = 0.5
-"""A module is attached to if it has at least this share of the bytes that an optimizer trains. A smaller part of the model,
-which the loop calls by itself, is not what a budget is for.
+"""A called module gets the budget only if it has at least this share of the bytes of all parameters that an optimizer trains.
+
+The loop may call a smaller part of the model by itself. A budget for that part alone would not bound the training.
 """
 
 
@@ -88,5 +89,7 @@ class AttachOnCall:
 
 
 def _own(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
-    """Return the optimizer if its step is torch's, else None: a framework's wrapper is found and measured instead."""
+    """Return the optimizer if its class belongs to torch, else None. An optimizer of another library may only wrap the real
+    optimizer, so ``attach`` finds the real one and measures its state.
+    """
     return optimizer if type(optimizer).__module__.startswith("torch.") else None

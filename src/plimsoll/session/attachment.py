@@ -6,8 +6,8 @@
 2. This step is measured until the next call begins. The measurement includes bytes that the trace does not contain: the user's
    loss and the optimizer's state. An account counts them (see ``account``).
 3. The next call solves the plan for the budget minus the account. From then on, each step runs under the cheapest plan of a
-   ladder that keeps a batch of its shape within the budget (see ``shapes``). A few more shapes are traced for this ladder. The
-   peaks at all other shapes are computed from these traces.
+   ladder (plans with falling peaks) that keeps a batch of its shape within the budget (see ``shapes``). A few more shapes are
+   traced for this ladder. The peaks at all other shapes are computed from these traces.
 
 A compiled model is planned in its first call, without the measured step.
 
@@ -94,12 +94,16 @@ _MOST_TRIES = 3
 more traces than that, give up.
 """
 _MOST_OVER = 2
-"""How many steps over the budget are measured before it is refused."""
+"""The number of steps over the budget that are measured before ``BudgetBelowFloor`` is raised."""
 _SURE = 1.01
-"""If the upper bound of a measured peak is at most this multiple of its lower bound, a refusal names the upper bound."""
+"""If the upper bound of a measured peak is at most this multiple of its lower bound, ``BudgetBelowFloor`` is raised at once and
+names the upper bound. Otherwise, another step is measured first.
+"""
 _FIRST_CALLS = 3
-"""What the loop holds in these calls is not subtracted from the budget. The measured first steps contain it already, or it is a
-record (outputs for a metric), which can only be recognized when it has grown in two steps.
+"""In this many first training calls, tensors that the training loop holds are not subtracted from the budget.
+
+The measured first steps contain these tensors already. Or the tensors are a record (outputs for a metric), which can only be
+recognized when it has grown in two steps.
 """
 _MOST_TRACED_AGAIN = 8
 """After a step that ran more operations than the traced one and exceeded the budget, trace at most this many steps to find
@@ -108,7 +112,7 @@ another one that runs as many.
 
 
 _MOST_REMEMBERED = 64
-"""Remember plans for at most this many sets of frozen parameters: a large model that is trained block by block."""
+"""The largest number of sets of frozen parameters whose plans are remembered. A large model may be trained block by block."""
 
 
 class _RaisedByModel(Exception):
@@ -142,7 +146,7 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
     is_measured: bool
     """True if this rank's first step was measured."""
     in_flight: int
-    """How many forwards waited at once for their backward."""
+    """The largest number of forwards that waited for their backward at the same time."""
 
 
 class Attachment(ShowsFigures, RemovedAtEnd):
@@ -164,13 +168,18 @@ class Attachment(ShowsFigures, RemovedAtEnd):
         self.model, self.agreement = model, agreement
         self._progress = PlanningNotice(progress, budget.shown)
         self.measures_before_refusing = True
-        """Whether a budget below the lowest traced peak is refused only after the loop's own step was measured. A trainer that
-        tries a smaller batch after a refusal needs it before the first step has changed anything.
+        """Whether ``BudgetBelowFloor`` is raised only after the loop's own step was measured, if the budget is below the lowest
+        traced peak.
+
+        It is False for a trainer that tries a smaller batch after this error: the error must come before the first step has
+        changed anything.
         """
         self._noted: tuple[Plan | None, str, Plan | None] = None, "", None
-        """The plan that `plan` returned last: without its note, the note, and with the note."""
+        """The cache of the property `plan`: the plan without its note, the note, and the plan with its note."""
         self._unannounced_steps: int | None = 0
-        """How many steps have ended under a plan for the budget without a line about it; None once the line was written."""
+        """How many steps have ended under a plan for the budget before a line about the plan was logged; None once it was
+        logged.
+        """
         self.repeats_collectives = COLLECTIVES in options.allow
         if agreement.size > 1:
             options.refuse_tiles("A step of several ranks")
@@ -183,14 +192,17 @@ class Attachment(ShowsFigures, RemovedAtEnd):
         """How many steps of an optimizer were seen before any training call of the model."""
         self._calls = 0
         self._exchange = 0
-        """The number that names the exchanges of all ranks in this call: calls since the ranks began, or began again."""
+        """The number of this training call. It is equal on all ranks, and is part of the names of messages between ranks.
+
+        Counting begins at 0 again when all ranks begin anew.
+        """
         self._is_removed = False
         self._pressure = Pressure(room)
         self._known = Knowledge(options, JointTraces(agreement, model), PlanRoom())
         self._remembered: dict[frozenset[str], Remembered] = {}
-        """What was found out for each set of frozen parameters (their names). The set that was met last is the last one."""
+        """Plans and measurements for each set of frozen parameters (by name). The current set is the last entry."""
         self._state_at_work: StateAtWork | None = None
-        """Keeps optimizer state offloaded, if the current plan does."""
+        """The object that keeps optimizer state offloaded, or None if the current plan does not offload optimizer state."""
         self._has_waited = False
         """Whether a warning said that attach waits for a call that trains parameters."""
         self._work = PlansAtWork(agreement, model, verify_every)
@@ -252,8 +264,8 @@ class Attachment(ShowsFigures, RemovedAtEnd):
 
     @property
     def figures(self) -> TrainingFigures | None:
-        """The figures of the training under its current plan, or ``None`` before the plan for the budget is made. The bytes
-        that the loop's own step was measured to need in addition to the traced step are added.
+        """The measured and predicted figures of the training under its current plan, or ``None`` before the plan for the budget
+        is made. Figures include the bytes that the loop's own step needed in addition to the traced step.
         """
         if self.state is not State.RUNNING:
             return None
@@ -280,7 +292,9 @@ class Attachment(ShowsFigures, RemovedAtEnd):
         return self._work.faults
 
     def outcomes(self) -> tuple[RegionOutcome, ...]:
-        """Return, for each region, how its calls have been served so far (see `RegionOutcome`); empty before the first plan."""
+        """Return, for each region (managed module), how its calls were handled so far: with recomputation, by keeping
+        everything, or without hooks (see `RegionOutcome`). The result is empty before the first plan.
+        """
         return self._work.outcomes()
 
     def step(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -362,13 +376,13 @@ class Attachment(ShowsFigures, RemovedAtEnd):
         return True
 
     def _watch_parts(self) -> None:
-        """Follow the steps too that call the model's regions, and not the model."""
+        """Also follow steps that call the model's regions (managed modules) directly instead of the model."""
         if not self.is_compiled:
             self._steps.watch_parts(find_regions(self.model, self._known.options.regions))
 
     def _before_parts(self, part: str, args: tuple[Any, ...], kwargs: dict[str, Any], situation: Situation) -> None:
-        """Runs before a step that calls parts of the model, and not the model. Its batch is unknown, so it runs under the plan
-        with the lowest peak, and is measured.
+        """Runs before a step that calls parts of the model instead of the model. The batch of such a step is unknown, so the
+        step runs under the plan with the lowest peak, and is measured.
         """
         if self.state is not State.RUNNING or is_capturing(self._steps.device.type):
             return
@@ -536,8 +550,8 @@ class Attachment(ShowsFigures, RemovedAtEnd):
         """Called if a call failed under a plan for the budget. Keep the plan, because the error concerns only this call."""
 
     def have_none_tighter(self, *, is_own: bool) -> bool:
-        """Called if a step ran out of memory before the plan for the budget exists. No plan can be tighter then, so the step
-        runs once more under the same plan.
+        """Called if a step ran out of memory before the plan for the budget exists. No other plan has a lower peak then, so the
+        step runs once more as before.
         """
         if self.state is State.GIVEN_UP:
             self._known.state = State.UNTRACED  # the step begins again, and so does planning
@@ -582,8 +596,8 @@ class Attachment(ShowsFigures, RemovedAtEnd):
         self._run_from_now_on(self._known.traced, plan)
 
     def _begin_eager(self, call: TrainingCall) -> None:
-        """Trace the call, apply the plan with the lowest peak, and begin to measure the step. If the current plan is enough for
-        the call, only keep it.
+        """Trace the call, apply the plan with the lowest peak, and begin to measure the step. If the current plan keeps the
+        call within the budget, only keep this plan.
         """
         if self._known.traced is None:
             self._progress.begin("tracing")
@@ -653,8 +667,8 @@ class Attachment(ShowsFigures, RemovedAtEnd):
             return lowest
 
     def _is_enough_for(self, traced: PlannedStep, earlier: PlannedStep) -> bool:
-        """Return True if the current plan can stay. On each rank, the traced step must need at most as much memory as the step
-        that the plan was made for, and the plan must keep it within the budget.
+        """Return True if the current plan can stay. On each rank, the newly traced step must need at most as much memory as the
+        step that the plan was made for, and the plan must keep it within the budget.
         """
         planner = traced.planner
         takes_less = planner.extremes.unmanaged_peak_bytes <= earlier.planner.extremes.unmanaged_peak_bytes
@@ -724,8 +738,8 @@ class Attachment(ShowsFigures, RemovedAtEnd):
         """Called if no plan fits after the first step was measured. If less optimizer state is offloaded than possible, offload
         all that is possible, begin anew, and return True.
 
-        The share was chosen for the traced step. The loop's own step may need more: a loss outside of the model, or gradients
-        that wait.
+        The share of offloaded state was chosen for the traced step. The loop's own step may need more memory: a loss outside of
+        the model, or gradients that wait.
         """
         if not self._known.options.may_offload_state:
             return False
@@ -838,10 +852,11 @@ class Attachment(ShowsFigures, RemovedAtEnd):
             self._pressure.watch(self._steps.device, self._steps.beside_bytes or 0)
 
     def _refused_bytes(self, most_bytes: int) -> int:
-        """Return the budget that a refusal names after steps were measured. ``most_bytes`` is the upper bound of the last one.
+        """Return the budget that ``BudgetBelowFloor`` advises after steps were measured. ``most_bytes`` is the upper bound of
+        the last step's peak.
 
-        If the steps exceeded the budget, a hundredth is added: the first steps under the named budget are traced for it and may
-        differ by some KiB (0.4% of a model of 1.7 MiB).
+        If the steps exceeded the budget, a hundredth is added: the first steps under the advised budget are traced for it and
+        may differ by some KiB (0.4% of a model of 1.7 MiB).
         """
         tried = self._known.lowest
         bytes_ = most_bytes if tried.tries == 1 else tried.peak_bytes
@@ -912,7 +927,7 @@ class Attachment(ShowsFigures, RemovedAtEnd):
                 self._log_trial(planner, task, "a plan for the budget")
 
     def _has_room_to_try(self, traced: PlannedStep, plan: Plan, task: TrainingTask | None) -> bool:
-        """Return True if a trial of the plan, with the copies that it makes, stays within the budget.
+        """Return True if a trial (a measured run of the plan), with the copies that the trial makes, stays within the budget.
 
         Without a trial, the next step shows the peak of the plan, because that step is measured.
         """
@@ -921,8 +936,8 @@ class Attachment(ShowsFigures, RemovedAtEnd):
         return taken_bytes <= (traced.planner.budget_bytes or 0)
 
     def _copied_bytes(self, planner: StepPlanner, task: TrainingTask | None) -> int:
-        """Return the bytes of the copies that a trial makes to restore everything later: two copies of the buffers and of the
-        parameters that the step writes, one of the batch, and one of the existing gradients.
+        """Return the bytes of the copies that a trial (measured run of a plan) makes to restore everything later: two copies of
+        the buffers and of the parameters that the step writes, one of the batch, and one of the existing gradients.
         """
         batch, device = () if task is None else output_tensors(task.call()), self._steps.device
         named = dict(inner_module(self.model).named_parameters())
@@ -931,7 +946,9 @@ class Attachment(ShowsFigures, RemovedAtEnd):
         return 2 * storage_bytes([*self.model.buffers(), *written], device) + storage_bytes(copied_once, device)
 
     def _left_bytes(self) -> int:
-        """Return the bytes that the measured first step left behind and that a trial does not count: all but gradients."""
+        """Return the bytes, without gradients, that the measured first step left behind. A trial (measured run of a plan) does
+        not count these bytes.
+        """
         waiting_bytes = self._known.room.account.waiting_gradients
         if self._known.traced is not None and not self._known.traced.accumulates:
             trained = [each for each in every_parameter(self.model) if each.requires_grad]
@@ -939,7 +956,7 @@ class Attachment(ShowsFigures, RemovedAtEnd):
         return max(0, waiting_bytes)
 
     def _log_trial(self, planner: StepPlanner, task: TrainingTask, tried: str) -> None:
-        """If a trial took more bytes than the budget, log that, and name the plan that was tried."""
+        """If a trial (measured run of a plan) took more bytes than the budget, log that, and name the plan that was tried."""
         taken_bytes = planner.tried_bytes + self._copied_bytes(planner, task) + self._left_bytes()
         budget_bytes = planner.own_budget_bytes or 0
         if planner.tried_bytes and taken_bytes > budget_bytes:
@@ -998,8 +1015,8 @@ class Attachment(ShowsFigures, RemovedAtEnd):
             self._known.shaped.note_peak(self._known.ran_more_bytes)
 
     def correct_account(self) -> None:
-        """Called when a step has ended. If the step exceeded the budget, warn, and add the overshoot to the account, so that
-        later plans are tighter.
+        """Called when a step has ended. If the step exceeded the budget, warn, and add the overshoot to the account (bytes that
+        predictions lack), so that later plans are tighter.
         """
         planner, plan = self._planned_step.planner, self._current_plan
         limit_bytes = (planner.own_budget_bytes or 0) - self._known.room.account.withheld
@@ -1059,8 +1076,9 @@ class Attachment(ShowsFigures, RemovedAtEnd):
             announce(figures.line)
 
     def _judge_parts(self, peak_bytes: int, limit_bytes: int) -> None:
-        """A step has ended that called parts of the model, and not the model. Warn of the first one, and of each that exceeded
-        the budget by more than those before. No plan can be tighter.
+        """Called when a step has ended that called parts of the model instead of the model. Warn of the first such step, and of
+        each such step that exceeded the budget by more than the earlier ones. Such steps run under the plan with the lowest
+        peak already.
         """
         next_ = (
             "call the model itself, model(batch), so that a plan is chosen for its batch; or attach to the called part"
@@ -1102,15 +1120,15 @@ class Attachment(ShowsFigures, RemovedAtEnd):
         return self._known.shaped is not None and 0 < self._known.fewer.enough < planned
 
     def plan_for_fewer(self, call: TrainingCall) -> None:
-        """Use plans for fewer forwards before one backward again; `choose_plan` follows in the same call."""
+        """Use plans for fewer forwards before one backward again. `choose_plan` then chooses one of them in the same call."""
         enough = self._known.fewer.enough
         self._known.fewer.planned_fewer()
         log_fewer_forwards(enough, self._planned_step.planner.in_flight)
         self._planned_step.planner.wait_for(enough)
 
     def count_state(self, call: TrainingCall) -> None:
-        """Add new optimizer state to the account. Ranks that share one plan do so only once the optimizers of all ranks have
-        stepped.
+        """Add new optimizer state to the account (bytes to subtract from the budget). Ranks that share one plan do so only once
+        the optimizers of all ranks have stepped.
         """
         new_bytes = self._known.counted.take_new(self._watch)
         if self._known.shaped is not None:
@@ -1126,8 +1144,8 @@ class Attachment(ShowsFigures, RemovedAtEnd):
                 self._replan(f"the optimizer has {format_bytes(new_bytes)} of new state")
 
     def _is_held_changed(self) -> bool:
-        """Return True if, at the beginning of a step, the training loop holds another number of bytes than the account
-        contains.
+        """Return True if the bytes that the training loop holds at the beginning of a step differ from the bytes in the account
+        (bytes that predictions lack).
 
         Always False on ranks that share one plan: they would have to agree before each step.
         """
@@ -1150,7 +1168,9 @@ class Attachment(ShowsFigures, RemovedAtEnd):
         return max(0, held.bytes - self._known.held_at_plan_bytes) + batch_bytes
 
     def count_held(self, call: TrainingCall) -> None:
-        """Count in the account the bytes that the training loop holds at the beginning of a step, and plan for them."""
+        """Count the bytes that the training loop holds at the beginning of a step, and plan for the budget minus these
+        bytes.
+        """
         new_bytes = self._known.counted.take_found(self._steps.held.state_bytes)
         self._known.room.account = self._known.room.account.adding_state(new_bytes).holding(self._held_bytes())
         self._replan("the training loop holds more than before")
@@ -1181,7 +1201,8 @@ class Attachment(ShowsFigures, RemovedAtEnd):
         """Called after a step ran out of memory under a plan for the budget. Switch to a plan whose peak is halfway between the
         current plan's peak and the lowest peak. Return True if some rank has such a plan.
 
-        With a ladder, each rank that ran out of memory takes a plan of its own. Without a ladder, all ranks take the same plan.
+        With a ladder (plans with falling peaks), each rank that ran out of memory takes a plan of its own. Without a ladder,
+        all ranks take the same plan.
         """
         if self._known.shaped is not None:
             tighter = self._known.shaped.tighten() if is_own else None
@@ -1218,16 +1239,16 @@ class Attachment(ShowsFigures, RemovedAtEnd):
         return self._work.plan
 
     def _solve_for_budget(self, traced: PlannedStep) -> Plan:
-        """Solve the plan for the budget minus the account. Take both from the tightest rank (the rank whose budget leaves the
-        least room).
+        """Solve the plan for the tightest rank (the rank with the least memory to spare): for its budget minus its account
+        (bytes that predictions lack).
         """
         planner = traced.planner
         excess_bytes = planner.ranks.excess_bytes(self._known.room.account.total_bytes())
         return planner.solve(planner.budget_bytes, excess_bytes=excess_bytes, error_scale=traced.error_scale)
 
     def _replan(self, why: str) -> None:
-        """Solve the plan again, because the account has changed, and apply it. If no plan fits, warn and apply the plan with
-        the lowest peak.
+        """Solve the plan again, because the account (bytes that predictions lack) has changed, and apply it. If no plan fits,
+        warn and apply the plan with the lowest peak.
         """
         if self._known.shaped is not None:
             return  # with a ladder, `choose_plan` follows in the same call
@@ -1241,7 +1262,7 @@ class Attachment(ShowsFigures, RemovedAtEnd):
         self._run(plan)
 
     def _run(self, plan: Plan) -> None:
-        """Apply a plan. If its decisions have never run before, see to it that the next steps are measured."""
+        """Apply a plan. If a plan with these decisions has never run before, make sure that the next steps are measured."""
         with self._source.away():
             is_other = self._work.run(plan)
         self._keep_state(plan)
@@ -1250,7 +1271,7 @@ class Attachment(ShowsFigures, RemovedAtEnd):
             self._known.metered.expect()
 
     def _keep_state(self, plan: Plan) -> None:
-        """Offload the optimizer state that the plan offloads, and no other."""
+        """Offload the optimizer state that the plan says to offload. Bring all other optimizer state back to the device."""
         found, wanted = self._state_at_work, plan.state
         if wanted is not None and found is not None and found.state.chunks == wanted.chunks:
             return
@@ -1262,7 +1283,7 @@ class Attachment(ShowsFigures, RemovedAtEnd):
             self._state_at_work = StateAtWork(self.model, optimizer, wanted, plan.host_budget_bytes)
 
     def _release_state(self) -> None:
-        """Bring optimizer state back that is offloaded."""
+        """Bring offloaded optimizer state back to the device."""
         found, self._state_at_work = self._state_at_work, None
         if found is not None:
             found.remove()

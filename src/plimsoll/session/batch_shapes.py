@@ -78,7 +78,7 @@ def covers(known: Shapes, shapes: Shapes) -> bool:
 
 
 def standing_in(known: Iterable[Shapes], shapes: Shapes) -> list[Shapes]:
-    """Return the known calls whose needs together bound the needs of the call ``shapes``. Their peaks can be used in its place.
+    """Return known calls whose peaks together bound the peak of the call ``shapes``, so that it need not be traced.
 
     A detector gets lists of images and boxes of any size, so one call is rarely at least as large as another in every position.
     So a list is compared as a whole: its number of tensors, their total elements, their longest sides, and their padded size.

@@ -56,7 +56,9 @@ class Carried:
         return [optimizer for each in self._search(device, batch).optimizers if (optimizer := each()) is not None]
 
     def forget(self) -> None:
-        """Search anew when something is asked for next. Until then, one search answers all questions."""
+        """Discard the result of the last search for tensors. The next question searches again, and later questions use its
+        result.
+        """
         self._found = None
 
     def _search(self, device: torch.device, batch: Any) -> _Found:

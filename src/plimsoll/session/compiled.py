@@ -1,5 +1,5 @@
 """Plans steps of models that torch.compile compiles as a whole or in part. Compiled parts are read from their graphs. The rest
-is traced eagerly, and the engine manages its regions.
+is traced eagerly, and the engine (the code that runs plans) manages its regions (managed modules).
 
 Without a plan, the step runs in torch.compile's default partition. If its measured peak is within the budget, the compilation
 is not touched. Otherwise a plan is solved on the kernels of the graphs, compiled and run. If the run exceeds the budget, the
@@ -44,8 +44,8 @@ from plimsoll.tracing.trace import trace as trace_step
 from plimsoll.units import format_bytes
 
 _WORTH_COMPILING = 0.25
-"""Plans for other shapes differ in peak by at least this share of the distance between the lowest and the unmanaged peak. Each
-plan costs a compilation, so the ladder (the plans to choose from) has at most five plans.
+"""Plans for other shapes differ in peak by at least this share of the distance between the lowest and the unmanaged (without a
+plan) peak. Each plan costs a compilation, so the ladder (the plans to choose from) has at most five plans.
 """
 _FAR_ABOVE = 1.25
 """Run torch.compile's default partition to see if it fits, unless its predicted peak is above this multiple of the budget. Far
@@ -66,7 +66,7 @@ def plans_compiled(
     may_take_forms: bool = False,
 ) -> bool:
     """Return True if the plan decides about the parts that torch.compile compiles, and False if it decides only about eager
-    regions.
+    regions (managed modules).
 
     If options are given that compiled parts do not support, and some region runs eagerly, warn and return False. Then the plan
     decides about eager regions only, and compiled parts keep all that they save.
@@ -105,8 +105,9 @@ def refuse_uncompilable(options: PlanOptions, strategy: str, *, room: object = N
 
 
 def _beyond(options: PlanOptions, strategy: str, room: object, *, takes_forms: bool) -> str:
-    """Return the name of an option that a plan does not support inside torch.compile, or "" if all are supported. With
-    ``takes_forms``, only compiled blocks run, so values may be compressed or offloaded.
+    """Return the name of an option that a plan does not support inside torch.compile, or "" if all are supported.
+
+    ``takes_forms``: only compiled blocks run, so values may be compressed or offloaded.
     """
     usual = {"recompute", "compress", "offload"} if takes_forms else {"recompute"}
     return next(
@@ -167,8 +168,8 @@ def planned_parts(task: TrainingTask, patterns: tuple[str, ...] | None) -> tuple
 def trace_compiled(
     task: TrainingTask, options: PlanOptions, progress: Progress = silent, *, limit_bytes: int | None = None
 ) -> tuple[Trace, Costs]:
-    """Return the trace of the step, where compiled parts are shown as kernels, and the seconds of the kernels and of the
-    engine.
+    """Return the trace of the step, where compiled parts are shown as kernels, and the seconds of the kernels and of the engine
+    (the code that runs plans).
 
     Raises:
         As `plimsoll.tracing.trace.trace` does.
@@ -226,7 +227,7 @@ class CompiledPlanner(StepPlanner):
     """Makes plans of a step with compiled parts. Without a plan the step runs in torch.compile's default partition."""
 
     def __init__(self, compiled: tuple[CompiledUnit, ...], *planner: Any) -> None:
-        """``planner`` are the arguments of `StepPlanner`."""
+        """Create a planner. ``planner`` are the arguments that `StepPlanner` takes."""
         super().__init__(*planner)
         self._compiled = tuple(
             msgspec.structs.replace(unit, copied_inputs=_copied_inputs(self.trace, unit)) for unit in compiled
@@ -331,7 +332,7 @@ class CompiledPlanner(StepPlanner):
         return msgspec.structs.replace(plan, predicted_peak_bytes=taken_bytes)
 
     def _share_of_seconds(self, step: TrainingStep, one: Plan, other: Plan) -> float:
-        """Return the seconds of a step under ``one``, divided by the seconds under ``other``.
+        """Return the measured seconds of a step under the plan ``one``, divided by the seconds under the plan ``other``.
 
         Each rank measures the median over alternating rounds. The result is from the rank where ``one`` gains least.
         """
@@ -414,5 +415,7 @@ class CompiledPlanner(StepPlanner):
 
 
 def _copied_inputs(trace: Trace, unit: CompiledUnit) -> tuple[str, ...]:
-    """Return the names of a compiled unit's inputs whose copies backward reads in some call of the unit's regions."""
+    """Return the names of a compiled unit's inputs whose copies backward reads in some call of the unit's regions (managed
+    modules).
+    """
     return tuple(sorted({name for call in trace.regions if call.name in unit.regions for name in call.copied_inputs}))

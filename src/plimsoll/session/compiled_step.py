@@ -116,7 +116,7 @@ class _Outside(nn.Module):
 
     @contextlib.contextmanager
     def away(self) -> Iterator[None]:
-        """Remove the wrapper inside the block."""
+        """Return a context that removes the wrapper from the model inside the ``with`` block."""
         self.take_out()
         try:
             yield

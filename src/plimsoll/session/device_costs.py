@@ -7,12 +7,12 @@ not wait. Ops without samples get a roofline, whose bandwidth, arithmetic rate a
 samples: `fit_roofline`. Ops of an optimizer step are never sampled, because that step is traced with fake tensors to leave the
 model unchanged. The spread of ops without samples is the fit's typical error.
 
-*Engine.* Small real regions run under the engine, in a few tenths of a second. The engine is Python. Between ops that have
-streamed through megabytes it runs from cold caches, and takes several times as long as in a tight loop. So between two links of
-the measured chain, as many bytes are touched as an op of the step moves. On a GPU the chain runs on the GPU: a lap is the
-host's time to launch, nothing waits for the device, and the host's caches stay warm. Each link is one small op that saves its
-input, so a lap is one op plus the engine's work around it. The chain runs with and without the engine. As for traced ops, each
-lap is the median over the faster half of the steps.
+*Engine.* The engine is the code that runs plans. Small real modules run under it, in a few tenths of a second. The engine is
+Python. Between ops that have streamed through megabytes it runs from cold caches, and takes several times as long as in a tight
+loop. So between two links (ops) of the measured chain, as many bytes are touched as an op of the step moves. On a GPU the chain
+runs on the GPU: a lap is the host's time to launch, nothing waits for the device, and the host's caches stay warm. Each link is
+one small op that saves its input, so a lap is one op plus the engine's work around it. The chain runs with and without the
+engine. As for traced ops, each lap is the median over the faster half of the steps.
 """
 
 from __future__ import annotations
@@ -42,18 +42,23 @@ _LARGE_BYTES = 2**18
 """Only ops that move at least this many bytes show the bandwidth. The times of smaller ops mostly show the launch time."""
 
 _OPS_PER_LINK = 3
-"""The number of ops that one link of the measured chain runs: one op in forward, its derivative and a product in backward."""
+"""The number of ops that one link of the measured chain runs, in forward and backward. The chain's links are small equal ops
+that measure Plimsoll's own time.
+
+A link runs one op in forward, its derivative and a product in backward.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineOverhead:
-    """Host seconds that the engine adds to a step, not counting the ops that are replayed.
+    """Data: host seconds that the engine (the code that runs plans) adds to a step, not counting the ops that it recomputes.
 
-    ``region_seconds``: per call of a region that it touches (signature, hooks, guard, closing the call). ``slot_seconds``: per
-    tensor that autograd saves in the region (pack, its place in a cell and in the guard, unpack). ``replay_seconds``: per
-    replayed op, for a recipe of one op. It covers the call below autograd and the sentinel's sample and comparison for every
-    second op. It includes the small op itself, about a microsecond. ``host_op_seconds``: the host's time for any op. It is not
-    a cost of the engine; it shows whether a device waits for the host.
+    ``region_seconds``: for each call of a managed module that it changes (hooks, comparing the call with the recorded call).
+    ``slot_seconds``: for each tensor that autograd saves in that module (pack hook, bookkeeping, unpack hook).
+    ``replay_seconds``: for each recomputed op, if it is recomputed alone. It covers the call below autograd, and for every
+    second op a sample that is compared with forward's. It includes the small op itself, about a microsecond.
+    ``host_op_seconds``: the host's time for any op. It is not a cost of the engine; it shows whether a device waits for the
+    host.
     """
 
     region_seconds: float = 0.0
@@ -64,8 +69,8 @@ class EngineOverhead:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChainLaps:
-    """The seconds of one step of the measured chain of ops, as data: entering the region, each op of forward, leaving the
-    region, and each op of backward.
+    """Data: the seconds of one step of the measured chain of small ops: entering the managed module, each op of forward,
+    leaving the module, and each op of backward.
 
     Both tuples are in the order of forward.
     """
@@ -97,11 +102,11 @@ class FittedRoofline:
 
 
 def measured_costs(trace: Trace, engine: EngineOverhead = _NO_ENGINE) -> Costs:
-    """Return the seconds of each op of ``trace`` on the device that it was traced on, and the seconds of the engine's work on
+    """Return the seconds of each op of ``trace`` on the device that it was traced on, and the seconds of Plimsoll's own work on
     this host.
 
-    A plan's extra seconds are the seconds of its replayed ops, plus ``engine`` for every region that it touches. A fake trace
-    is not timed and needs ``roofline_costs``.
+    A plan's extra seconds are the seconds of its recomputed ops, plus ``engine`` for every region (managed module) that it
+    changes. A trace with fake tensors is not timed and needs ``roofline_costs``.
     """
     assert trace.timings, "a fake trace is not timed: use roofline_costs"
     ops = {key: op_cost(samples) for key, samples in trace.timings.items() if samples}
@@ -204,14 +209,14 @@ _SHORT_LINKS, _LONG_LINKS = 5, 15
 _SECONDS = 0.1
 _LEAST_ROUNDS, _MOST_ROUNDS = 5, 40
 _MOST_TOUCHED_BYTES = 8 * 2**20
-"""Touch at most this much memory between two ops to cool the caches. With 16 MiB, laps were up to twice as long and nearer to
-the engine's real ones, but measuring took too long.
+"""Touch at most this much memory between two timed ops to cool the caches. With 16 MiB, the time for an op was up to twice as
+long, and nearer to the time in a real step, but measuring took too long.
 """
 
 
 def measure_engine(trace: Trace) -> EngineOverhead:
-    """Measure the host seconds that the engine adds between ops like the ops of ``trace``, and return them. They are zeros if
-    regions cannot be managed now.
+    """Measure the host seconds that the engine (the code that runs plans) adds between ops like the ops of ``trace``, and
+    return them. They are zeros if regions (managed modules) cannot be managed now.
 
     That happens if other code's hooks on saved tensors are active around the call. Random state and modes do not change.
     """
@@ -249,15 +254,15 @@ def _measure(touched_bytes: int, device: torch.device) -> EngineOverhead:
 
 
 def _dropped(links: int) -> list[int]:
-    """Return the indices of the links (ops of the measured chain) whose result is dropped and rebuilt. They come in pairs, so
-    that each second one ends the chain of ops that a recipe runs again.
+    """Return the indices of the links (ops of the measured chain) whose result is dropped and recomputed. They come in pairs,
+    so that each second one ends the chain of ops that run again.
     """
     return [link for link in range(links - 1) if link % 4 < 2]
 
 
 class _Stopwatch:
-    """Records the seconds between two laps (calls of ``lap``). The time that it spends on touching memory to cool the caches is
-    not counted.
+    """Records the seconds between two calls of ``lap``. The time that it spends on touching memory to cool the caches is not
+    counted.
     """
 
     def __init__(self, touched_bytes: int) -> None:
@@ -306,7 +311,7 @@ class _Model(nn.Module):
         return out
 
     def take_laps(self) -> ChainLaps:
-        """Run one step and return its laps."""
+        """Run one step of the measured chain of small ops, and return the seconds of each part (lap) of it."""
         watch, links = self._watch, self._links
         watch.laps = []
         # Not a leaf: torch.utils.module_tracker (if the user runs it) puts hooks on a module's inputs, and those raise for
@@ -365,11 +370,12 @@ def overhead_of(
     long: Sequence[ChainLaps],
     rebuilt: Collection[int],
 ) -> EngineOverhead:
-    """Compute the seconds that the engine (the code that runs plans) adds, from the laps of several steps. None of the results
-    is negative.
+    """Compute the seconds that the engine (the code that runs plans) adds, from the laps (timed parts) of several steps. None
+    of the results is negative.
 
-    ``unmanaged`` are steps of the long chain without the engine; ``short`` and ``long`` are managed steps. A region takes
-    longer to return if more was saved in it. ``rebuilt`` are the links whose saved tensor is rebuilt.
+    ``unmanaged`` are steps of a long chain of small ops without the engine; ``short`` and ``long`` are steps of a short and a
+    long chain with the engine. A region (managed module) takes longer to return if more was saved in it. ``rebuilt`` are the
+    chain's ops whose saved tensor is rebuilt.
     """
     links = len(long[0].forward_seconds)
     kept = [link for link in range(links) if link not in rebuilt]
@@ -402,7 +408,8 @@ def faster_half_median(samples: Sequence[float]) -> float:
 
 
 def _typical(steps: Sequence[ChainLaps], of: Callable[[ChainLaps], Iterable[float]]) -> float:
-    """Return the typical seconds of laps of one kind. For each lap, take the median over the faster half of the steps, and then
-    the mean over the laps.
+    """Return the typical seconds of one kind of laps (timed ops of the measured chain).
+
+    For each lap, take the median over the faster half of the steps, and then the mean over the laps.
     """
     return statistics.fmean(map(faster_half_median, zip(*map(of, steps), strict=True)))

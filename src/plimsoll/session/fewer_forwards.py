@@ -8,7 +8,10 @@ from __future__ import annotations
 
 _STEPS_BEFORE = 8
 _STEPS_FACTOR = 8
-"""A loop may have more forwards in every n-th step. Each time it has them again, wait this many times as long as before."""
+"""Each time plans for fewer forwards are used again, the number of steps to wait before the next time is multiplied by this.
+
+A loop may have more forwards before one backward in every n-th step.
+"""
 
 
 class FewerForwards:

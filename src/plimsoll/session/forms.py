@@ -1,9 +1,9 @@
 """Measures the forms (compressed, offloaded) that the values of a step can be held in: bytes, seconds and noise.
 
 One step runs at the lowest memory while a sensor (hooks that try codecs on saved values) watches it. Its gradients equal the
-unmanaged model's gradients, and are kept as the reference for lossy plans. Codecs are tried on the first, the middle and the
-last call of every kind of region. All calls of a kind share the result: the largest payload, and the root mean square of noise
-and sensitivity.
+unmanaged (without a plan) model's gradients, and are kept as the reference for lossy plans. Codecs are tried on the first, the
+middle and the last call of every kind of region (managed module). All calls of a kind share the result: the largest payload,
+and the root mean square of noise and sensitivity.
 
 Queries and keys stay exact. Backward of fused attention recomputes the probabilities as exp(q·k - log-sum-exp), with the
 log-sum-exp that forward saved. If queries or keys are restored with an error, they no longer match the log-sum-exp, and the
@@ -55,7 +55,9 @@ _STATISTIC_SHARE = 8
 logarithm). Backward needs it exactly.
 """
 _SLACK = 1.1
-"""If a payload's size depends on the data, it may grow by this factor before the value is kept instead."""
+"""If the compressed size depends on the data, it may grow by this factor. If it grows by more, the value is kept
+uncompressed.
+"""
 _FUSED_ATTENTION = "scaled_dot_product"
 _SCORE_INPUTS = 2
 """The number of inputs of fused attention that scores are computed from: the query and the key are its first two inputs."""
@@ -65,8 +67,8 @@ _MAXIMUM = re.compile(r"(?<!:):(amax|logsumexp)(#\d+)?$")
 
 @dataclass(frozen=True, slots=True)
 class Sensed:
-    """What trying codecs and links in one step gave, as data: the forms (ways to hold a value other than unchanged), and that
-    step's gradients on the CPU.
+    """Data: what trying codecs and links (host memory or disk) in one step gave: the forms (ways to hold a value other than
+    unchanged), and that step's gradients on the CPU.
     """
 
     forms: Forms
@@ -104,8 +106,8 @@ def sense_forms(step: TrainingStep, trace: Trace, costs: Costs, lowest: Plan, op
 def sense_compiled(step: TrainingStep, trace: Trace, costs: Costs, plan: Plan, options: PlanOptions) -> Sensed:
     """Measure the forms (codecs and links) that the saved values of compiled blocks could be held in.
 
-    Codecs are tried in one step with everything saved. A link returns exactly what it was given, so if only offloading is
-    allowed, no step is run. ``plan`` says what is compiled.
+    Codecs are tried in one step with everything saved. A link (to host memory or disk) returns exactly what it was given, so if
+    only offloading is allowed, no step is run. ``plan`` says what is compiled.
     """
     sensor = Sensor(_codecs(options), _sampled(trace), wants_sensitivity=False)
     for call in trace.regions:
@@ -180,7 +182,9 @@ def _codecs(options: PlanOptions) -> tuple[str, ...]:
 
 
 def _sampled(trace: Trace) -> frozenset[RegionKey]:
-    """Return the region calls that codecs are tried on: the first, the middle and the last call of each kind of region."""
+    """Return the region calls (calls of planned modules) that codecs are tried on: the first, the middle and the last call of
+    each kind of region.
+    """
     kinds: dict[str, list[RegionKey]] = {}
     for call in trace.regions:
         kinds.setdefault(call.kind, []).append((call.name, call.call))
@@ -188,7 +192,9 @@ def _sampled(trace: Trace) -> frozenset[RegionKey]:
 
 
 def _measure_link(options: PlanOptions, device: torch.device, trace: Trace) -> tuple[LinkCost | None, LinkSpeed | None]:
-    """Return the cost of the link and its whole measurement, or ``None`` for both if plans may not offload."""
+    """Return the cost of the link (to host memory or disk) and its whole measurement, or ``None`` for both if plans may not
+    offload.
+    """
     if not options.may_offload:
         return None, None
     name = options.link or default_link_name(device)
@@ -199,7 +205,9 @@ def _measure_link(options: PlanOptions, device: torch.device, trace: Trace) -> t
 
 @dataclass(frozen=True)
 class _FormMaker:
-    """Makes the forms (ways to hold a value: a codec or a link) of a step's values from the sensor's records."""
+    """Makes the forms of a step's values, which are ways to hold a value (a codec, or offloading), from measurements of one
+    step.
+    """
 
     trace: Trace
     costs: Costs
@@ -304,8 +312,8 @@ class _FormMaker:
         return math.sqrt(statistics.fmean(squares))
 
     def _upstream(self, call: RegionCall) -> float:
-        """Return the squared norm of the gradients that an error in this call's values can change: those of earlier regions,
-        and of parameters outside of all regions.
+        """Return the squared norm of the gradients that an error in this call's saved values can change: gradients in earlier
+        regions (managed modules), and of parameters outside of all regions.
         """
         others = {f"{other.name}." for other in self.trace.regions if other.index >= call.index}
         return sum(energy for name, energy in self._energy.items() if not name.startswith(tuple(others)))
@@ -342,7 +350,7 @@ def score_inputs(graph: RegionGraph) -> frozenset[str]:
 
 
 def made_into_scores(graph: RegionGraph) -> frozenset[str]:
-    """Return the names of queries, keys, and all values in the region that they are computed from."""
+    """Return the names of queries, keys, and all values in the region (managed module) that they are computed from."""
     found: set[int] = set()
     pending = _queries_and_keys(graph)
     while pending:
@@ -357,7 +365,7 @@ def made_into_scores(graph: RegionGraph) -> frozenset[str]:
 
 
 def _queries_and_keys(graph: RegionGraph) -> list[int]:
-    """Return the ids of the values in the region that fused attention computes scores from (queries and keys).
+    """Return the ids of the values in the region (managed module) that fused attention computes scores from (queries and keys).
 
     In compiled code, also the scores themselves, if a softmax keeps their maximum and their sum.
     """
@@ -375,10 +383,11 @@ def _is_statistic(graph: RegionGraph, name: str) -> bool:
 
 
 def _worthwhile(forms: Sequence[Form], wished: Collection[str]) -> list[Form]:
-    """Return the forms that are worth offering to the planner. A form is a way to hold one tensor: a codec, or the link.
+    """Return the forms that are worth offering to the planner. A form is a way to hold one tensor: a codec, or the link (to
+    host memory or disk).
 
-    A form is left out if another one is at least as good in bytes, seconds and error, and better in one of them.
-    Forms that the user has named (``wished``) always stay.
+    A form is left out if another one is at least as good in bytes, seconds and error, and better in one of them. Forms that the
+    user has named (``wished``) always stay.
     """
 
     def beats(one: Form, other: Form) -> bool:

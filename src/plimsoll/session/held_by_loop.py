@@ -58,7 +58,7 @@ class HeldByLoop:
         """
         self._patience = self._waited = 0
         self._fast_bytes = 0
-        """The part of ``bytes`` that fast weights take."""
+        """The part of ``bytes`` (what the loop holds) in fast weights (tensors that replace parameters in a call)."""
         self._record_bytes = self._run_bytes = 0
         """Two numbers: the bytes of records (tensors that the loop collects, such as outputs for a metric), and the bytes that
         the last steps in a row have added to them.
@@ -128,7 +128,7 @@ class HeldByLoop:
         is derived from the last step of the other kind.
 
         If less is allocated than that step and the gradients explain, the loop has freed what it held. Without this, a budget
-        above the unmanaged peak of a learned loss was refused.
+        above the unmanaged (without a plan) peak of a learned loss was refused.
         """
         held_bytes = self.bytes
         if held_bytes and self._levels:
@@ -148,7 +148,9 @@ class HeldByLoop:
                 levels[:] = [each._replace(reading=each.reading + added_bytes) for each in levels]
 
     def state_has_moved(self) -> None:
-        """Note that optimizer state was offloaded or brought back, so what was found of it before does not hold any more."""
+        """Note that optimizer state was offloaded or brought back. The size of it that was found before is not valid
+        any more.
+        """
         self.state_bytes = 0
 
     def _look(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -164,7 +166,9 @@ class HeldByLoop:
         self.state_bytes = state_bytes_of(self._model, self.carried.optimizers(self._device, (args, kwargs)))
 
     def _with_saved(self, fast: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Return fast weights together with the tensors that the graphs of fast weights have saved."""
+        """Return fast weights (tensors that replace parameters) together with the tensors that the graphs of fast weights have
+        saved.
+        """
         return [*fast, *live_saved_tensors(self._device.type, fast)]
 
     def _bytes_beside(self, tensors: Sequence[torch.Tensor], counted: Sequence[torch.Tensor]) -> int:

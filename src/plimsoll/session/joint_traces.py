@@ -116,7 +116,9 @@ def facts_of(task: TrainingTask) -> dict[str, str]:
 
 
 def _turn_of(model: nn.Module) -> tuple[bool, bool]:
-    """Return the kind of the micro-batch that comes next, if gradients wait for a later reduction. Traces of two kinds differ,
-    so all traces are made in the kind of the first trace.
+    """Return the kind of the next micro-batch as two booleans: whether it leaves gradients that are reduced over ranks later,
+    and whether such gradients wait already.
+
+    Traces of different kinds differ, so all shapes are traced in the kind of the first trace.
     """
     return holds_gradients_back(model), any(True for _ in waiting_gradients(model))

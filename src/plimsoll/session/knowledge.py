@@ -48,7 +48,9 @@ class LowestSteps:
     tries: int = 0
     """How many such steps have begun."""
     is_over: bool = False
-    """Whether these steps exceed the budget. They run all the same, because a refusal names what they were measured to need."""
+    """Whether these steps exceed the budget. They run all the same, because the error about the budget then names what they
+    were measured to need.
+    """
     peak_bytes: int = 0
     """Their highest measured peak, on the rank where it was highest."""
     rest_bytes: int = 0
@@ -59,10 +61,14 @@ class LowestSteps:
 
 @dataclass(slots=True)
 class Knowledge:
-    """See the module's text. ``Attachment`` changes it; a new one knows nothing."""
+    """What an ``Attachment`` has found out about a training so far: its traced step, its plans, and what steps were measured to
+    need.
+
+    It is valid while the loop trains the same parameters. ``Attachment`` fills it; a new object is empty.
+    """
 
     options: PlanOptions
-    """The options with the tiles and the offloaded state that were chosen for the traced step."""
+    """The options with the tiles (parts of a few rows) and the offloaded state that were chosen for the traced step."""
     traces: JointTraces
     room: PlanRoom
     state: State = State.UNTRACED
@@ -72,23 +78,27 @@ class Knowledge:
     made, and None if the options do not allow a ladder.
     """
     shapes: list[Shapes] = field(default_factory=list)
-    """Shapes that were traced, or that run under the plan of all ranks."""
+    """Batch shapes that were traced, or that run under the plan that all ranks share."""
     served: Shapes | None = None
-    """The shapes that the current plan was last chosen for."""
+    """The batch shapes that the current plan was last chosen for."""
     lowest: LowestSteps = field(default_factory=LowestSteps)
     is_mixed: bool = False
-    """True if the forwards of the running or the measured step have had plans for different numbers of forwards."""
+    """True if the plan changed within the running or the measured step, because more or fewer forwards than planned waited for
+    one backward.
+    """
     held_at_plan_bytes: int = 0
     """Bytes that the training loop held when the step that plans were made from began, or when it ended if that is more."""
     corrected: MemoryAccount | None = None
-    """The account that counts a step's overshoot of the budget. It is used when plans are made next."""
+    """The account (bytes that predictions lack) with the overshoot of a step over the budget. The next planning uses it."""
     traces_left: int = 0
     """How many more steps to trace in the search for one that runs as many operations as the step that took
     ``ran_more_bytes``.
     """
     ran_more_bytes: int = 0
     said_parts_bytes: int = 0
-    """The highest peak that a warning named of steps that call parts of the model; 1 if a warning named no peak."""
+    """The highest peak in bytes that a warning has named, of steps that call parts of the model instead of the model. It is 1
+    if a warning named no peak, and 0 before any warning.
+    """
     said_overrun: tuple[str, int] = "", 0
     """The cause and the peak in bytes of the last overrun that a warning named."""
     fewer: FewerForwards = field(default_factory=FewerForwards)
@@ -97,12 +107,14 @@ class Knowledge:
     frozen: frozenset[str] = frozenset()
     """The names of the parameters that were frozen when plans were made."""
     seen: set[object] = field(default_factory=set)
-    """The effects (``Plan.effect``, what a plan decides) of all plans that have run before."""
+    """The effects (``Plan.effect``: the decisions alone) of all plans that have run before. A new one must be measured."""
 
 
 @dataclass(frozen=True, slots=True)
 class Remembered:
-    """A `Knowledge` that waits until its parameters are trained again, and what was in force when it was left."""
+    """A `Knowledge` (plans and measurements) of parameters that are frozen now, to be used again when they are trained again,
+    with the plan that was applied when they were frozen.
+    """
 
     knowledge: Knowledge
     watch: OptimizerWatch

@@ -22,7 +22,8 @@ from plimsoll.units import format_bytes
 
 
 def manage(model: nn.Module, plan: Plan, **options: Any) -> Handle:
-    """Apply the plan to the model. If recipes repeat collectives, ranks compare these collectives when a region is recorded.
+    """Apply the plan to the model. If recipes (ops that rebuild a value) repeat collectives, ranks compare these collectives
+    when a region (managed module) is recorded.
 
     Options and errors are those of `plimsoll.engine.apply.apply_plan`.
     """
@@ -49,13 +50,14 @@ def manage_together(
 
 
 def agree_on_service(region: str, peers: tuple[int, ...], service: str) -> None:
-    """Check that ranks that communicate serve a region in the same way and repeat the same collectives in its recipes.
+    """Check that ranks which communicate within a region (managed module) recompute it in the same way, with the same
+    collectives.
 
     If one rank kept values that the others rebuild, the others would wait in a collective for ever. So ranks compare once,
     after the region was recorded. ``peers`` are global ranks, including this one.
 
     Raises:
-        RanksDiffer: another rank serves the region differently.
+        RanksDiffer: another rank handles the region differently.
         RankMissing: another rank does not record this region now.
     """
     world = current_world(peers)

@@ -142,8 +142,8 @@ class MeasuredStep:
 
 
 def held_tensors(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """Return the tensors that exist before a step and count for it: parameters, fast weights in their places, buffers, existing
-    gradients, and the batch.
+    """Return the tensors that exist before a step and count as its memory: parameters (or fast weights, which replace them in a
+    call), buffers, existing gradients, and the batch.
     """
     gathered = (tensor for _, tensor in Gathered(model).tensors())
     beside = (holder[key] for _, holder, key in beside_weights(model))
@@ -160,15 +160,15 @@ def held_tensors(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """The memory that a measured step needed, as data, in bytes. ``lasting_bytes`` are left after the step, without optimizer
+    """Data: the memory in bytes that a measured step needed. ``lasting_bytes`` are left after the step, without optimizer
     state; they are mostly gradients.
     """
 
     bytes: int = 0
     """A lower bound of the peak of later steps. It includes the optimizer state that this step made."""
     most_bytes: int = 0
-    """An upper bound of the peak of later steps. It includes the bytes that this step left, and the bytes that recording the
-    plan needed.
+    """An upper bound of the peak of later steps. It includes the bytes that this step left, and the bytes that the step needed
+    to record its operations for the plan.
     """
     optimizer_bytes: int = 0
     """The peak during the optimizer's step."""
@@ -222,7 +222,8 @@ def taken_beside(
     """Return two results for a measured step under a plan: the memory that it needed, and how many bytes more than predicted
     later steps will need.
 
-    ``was_blocked``: it was not measured because another managed model was.
+    ``was_blocked``: the step was not measured, because another managed model was being measured. A warning then says that the
+    plan relies on its trace alone.
     """
     if measured is not None:
         return taken_bytes(measured, watch, plan, recording_bytes), unseen_bytes(measured, watch, plan)

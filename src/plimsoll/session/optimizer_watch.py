@@ -38,7 +38,7 @@ _SEEN: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Optimizer]] = weakref.We
 """The optimizer that `optimizer_in_view` found for each model."""
 
 _PARAMETERS: weakref.WeakKeyDictionary[nn.Module, list[_Known]] = weakref.WeakKeyDictionary()
-"""The parameters that each model had when it was looked at last and held no fast weights."""
+"""The parameters that each model had when it was looked at last and held no fast weights (tensors that replace parameters)."""
 
 _ABANDONED: list[Any] = []
 """Hooks of watches that were garbage-collected. They do nothing, and are removed when the next watch is made. They cannot be
@@ -109,7 +109,7 @@ class OptimizerSteps:
         """Called before each step of an optimizer that trains some of the parameters."""
 
     def _own_ended(self, optimizer: Optimizer) -> None:
-        """Called after each such step."""
+        """Called after each step of an optimizer that trains some of the parameters."""
 
     def _other_begins(self) -> None:
         """Called before each step of an optimizer that trains none of the parameters."""
@@ -236,7 +236,9 @@ def fast_weights(model: nn.Module) -> list[torch.Tensor]:
 
 
 def displaced_bytes(model: nn.Module) -> int:
-    """Return the bytes of a model's parameters that still exist although fast weights are in their places."""
+    """Return the bytes of a model's parameters that still exist although other tensors (fast weights) replace them in a
+    call.
+    """
     if not fast_weights(model):
         return 0
     in_place = {storage_of(part) for each in model.parameters() for part in dense_parts(each)}
@@ -245,7 +247,9 @@ def displaced_bytes(model: nn.Module) -> int:
 
 
 def _own_parameters(model: nn.Module) -> list[_Known]:
-    """Return the parameters of a model. While fast weights are in their places, return those that were found before."""
+    """Return the parameters of a model. While other tensors (fast weights) replace them in a call, return the parameters that
+    were found before.
+    """
     found = list(model.parameters())
     if model not in _PARAMETERS or all(isinstance(each, nn.Parameter) for each in found):
         _PARAMETERS[model] = [

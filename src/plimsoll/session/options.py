@@ -31,10 +31,10 @@ if TYPE_CHECKING:
     from torch import nn
 
 OFFLOAD_STATE = "offload-state"
-"""The word in ``allow`` that permits plans to keep optimizer state on a link between steps."""
+"""The word in ``allow`` that permits plans to keep optimizer state on a link (to host memory or disk) between steps."""
 AUTO_MARGIN = 0.08
-"""``budget="auto"`` leaves this share of the device's memory free for allocator fragmentation, libraries' workspaces and
-others.
+"""``budget="auto"`` leaves this share of the device's memory free for allocator fragmentation, libraries' workspaces and other
+programs.
 """
 _ALLOWED = ("recompute", "tile", "compress", "offload", OFFLOAD_STATE, COLLECTIVES)
 _WORD_OF = {Decision.RECOMPUTE: "recompute", Decision.COMPRESS: "compress", Decision.OFFLOAD: "offload"}
@@ -94,10 +94,11 @@ class Budget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanOptions:
-    """The options that plans of one step must follow, as data. ``read`` parses and checks the user's input.
+    """Data: the options that plans of one step must follow. ``read`` parses and checks the user's input.
 
-    ``strategies`` are those that will be requested: a named strategy that compresses or offloads also allows these decisions.
-    ``max_error`` is the relative error of the gradient. ``link`` is empty for the device's default.
+    ``strategies`` are the named strategies that will be requested: a strategy that compresses or offloads also allows these
+    decisions. ``max_error`` is the relative error of the gradient. ``link`` says where values are offloaded (``host`` or
+    ``disk``); it is empty for the device's default.
     """
 
     strategies: tuple[str, ...] = ("auto",)
@@ -109,7 +110,9 @@ class PlanOptions:
     overrides: tuple[Override, ...] = ()
     link: str = ""
     tiles: tuple[Tile, ...] = ()
-    """The module calls that run in tiles in the steps that are planned. The planner chooses them, not the user."""
+    """The module calls that run in tiles (parts of a few rows) in the steps that are planned. The planner chooses them, not the
+    user.
+    """
     state: OffloadedState | None = None
     """The optimizer state that is offloaded in the steps that are planned. The planner chooses it, not the user."""
 
@@ -206,8 +209,8 @@ class PlanOptions:
                 )
 
     def refuse_tiles(self, what: str) -> None:
-        """Raise an error if tiles or offloaded optimizer state are allowed where they are not supported. ``what`` is the
-        subject of its first sentence.
+        """Raise an error if tiles (parts of a few rows) or offloaded optimizer state are allowed where they are not supported.
+        ``what`` is the subject of its first sentence.
         """
         if self.may_offload_state:
             raise InvalidStrategy(
@@ -282,7 +285,7 @@ class PlanOptions:
         return tuple(o for o in self.overrides if o.decision in (Decision.KEEP, Decision.RECOMPUTE))
 
     def opened(self, trace: Trace) -> Trace:
-        """Return the trace that plans are made from. If plans may repeat collectives, the collectives of this trace are
+        """Return the trace that plans are made from. If plans may repeat collectives, it is a copy where collectives are
         ordinary ops with a cost in seconds.
         """
         if not self.may_repeat_collectives:
@@ -290,8 +293,8 @@ class PlanOptions:
         return msgspec.structs.replace(trace, regions=tuple(map(_without_collectives, trace.regions)))
 
     def limits(self, error_scale: float = 1.0) -> Limits:
-        """Return the limits that all regions share: the allowed error of the gradient, and the bytes on the host.
-        ``error_scale`` is the measured error as a multiple of the expected one.
+        """Return the limits that all regions (managed modules) share: the allowed error of the gradient, and the bytes on the
+        host. ``error_scale`` is the measured error as a multiple of the expected one.
         """
         host_bytes = self.host_budget_bytes
         if host_bytes is not None and self.state is not None:
@@ -354,7 +357,9 @@ def read_error(max_error: float | str) -> float:
 
 
 def _read_link(link: str | None) -> str:
-    """Check the name of a link, and return it. ``None`` gives "", which means the device's default link."""
+    """Check the name of a link (to host memory or disk), and return it. ``None`` gives "", which means the device's default
+    link.
+    """
     if link is None or link in LINK_NAMES:
         return link or ""
     raise InvalidOption(

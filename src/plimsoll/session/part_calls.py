@@ -51,9 +51,11 @@ class PartCalls:
         self._names: dict[str, None] = {}
         """The parts that were called in the running step, in the order of their first calls."""
         self._preparing: set[str] = set()
-        """Parts that have run before a call of the model in the same step. They do not begin a step of their own."""
+        """Parts that ran before a call of the model in the same step, such as an embedding. They do not begin a step of their
+        own.
+        """
         self.seen = ""
-        """The first part that was ever called in this way, or ""."""
+        """The first part that was ever called outside of the model's own calls, or ""."""
 
     def watch(self, parts: Mapping[str, nn.Module]) -> None:
         """Follow the calls of these parts, given by name, and no others. Compiled parts are left out."""
@@ -79,7 +81,7 @@ class PartCalls:
 
     @property
     def has_backward(self) -> bool:
-        """Whether a backward has reached one of these calls in the running step."""
+        """Whether, in the running step, a backward has reached a call of a part that was made outside of the model's calls."""
         return self._graphs.has_backward
 
     def model_called(self) -> None:

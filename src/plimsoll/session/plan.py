@@ -63,7 +63,7 @@ def plan(
     their cost and error. The call restores model, gradients, buffers, plain attributes, optimizer and random states.
 
     With several ranks (torchrun), all ranks make this call with the same arguments. They run the steps together, the rank with
-    the least room solves, and all return its plan, or all raise.
+    the least room (bytes that plans may use) solves, and all return its plan, or all raise.
 
     Args:
         model: any PyTorch model, on the device and in the mode that it trains with: eager, or compiled by torch.compile as a
@@ -188,10 +188,10 @@ def apply(
 ) -> Handle:
     """Manage ``model`` by ``plan``, until ``handle.remove()`` or the end of the ``with`` block.
 
-    The model's code, parameters and ``state_dict`` do not change. A region that keeps everything is not touched at all. If the
-    plan was made for another device, or names values that the calls do not make, one warning is given. The first call of each
-    managed region records and verifies it (about three times the forward); later calls run with two hooks and a guard. With
-    several ranks, all apply the identical plan, or none does.
+    The model's code, parameters and ``state_dict`` do not change. A region (managed module) that keeps everything is not
+    touched at all. If the plan was made for another device, or names values that the calls do not make, one warning is given.
+    The first call of each managed region records and verifies it (about three times the forward); later calls run with two
+    hooks and a guard. With several ranks, all apply the identical plan, or none does.
 
     Args:
         model: the model that the plan was made for.

@@ -43,7 +43,9 @@ class PlansAtWork:
         return (*self._earlier_faults, *(() if self._handle is None else self._handle.faults))
 
     def outcomes(self) -> tuple[RegionOutcome, ...]:
-        """Return how the calls of each region have been served under the current plan; empty before the first plan."""
+        """Return how the calls of each region (managed module) were handled under the current plan: with recomputation, by
+        keeping everything, or without hooks. The result is empty before the first plan.
+        """
         return () if self._handle is None else self._handle.outcomes()
 
     def run(self, plan: Plan) -> bool:
@@ -69,14 +71,16 @@ class PlansAtWork:
         return True
 
     def begin_step(self, region: str) -> None:
-        """Prepare the plan's regions for a step that no call of the model begins, but a call of this region."""
+        """Prepare the plan's regions (managed modules) for a step that begins with a call of this region instead of the
+        model.
+        """
         if self._handle is not None:
             self._handle.keep_wrapped(region)
             self._handle.begin_step()
 
     @contextlib.contextmanager
     def trying(self, plan: Plan) -> Iterator[None]:
-        """Apply another plan inside the ``with`` block. Records that regions make there are kept for later."""
+        """Apply another plan inside the ``with`` block. Recordings that regions (managed modules) make there are kept."""
         before = self.plan
         self.run(plan)
         try:
@@ -86,8 +90,8 @@ class PlansAtWork:
                 self.run(before)
 
     def has_moved(self) -> bool:
-        """Return True if regions have other module paths than when the plan was applied, for instance because a list of layers
-        was replaced.
+        """Return True if regions (managed modules) have other module paths than when the plan was applied, for instance because
+        a list of layers was replaced.
         """
         return self._handle is not None and self._handle.has_moved()
 

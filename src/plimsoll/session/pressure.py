@@ -65,7 +65,7 @@ class Pressure:
         return 0 if self._limit_bytes is None else max(0, budget_bytes - self._limit_bytes)
 
     def lower(self, limit_bytes: int) -> None:
-        """Set a lower limit, because less memory is available than before."""
+        """Set a lower limit for plans, because less memory is available on the device than before."""
         self._limit_bytes = limit_bytes
         self._calm = 0
         if self._since_rise is not None and self._since_rise < _TRUSTED_AFTER * self._patience:

@@ -120,8 +120,8 @@ class Retry:
         """Called after a step ran out of memory. Restore the state from before the step and switch to a tighter plan. Return
         True if a tighter plan was found.
 
-        If not, the step runs once more anyway. It may fit now, for two reasons: regions that the failed run has recorded are
-        not recorded again, and the allocator's cache was emptied.
+        If not, the step runs once more anyway. It may fit now, for two reasons: regions (managed modules) that the failed run
+        has recorded are not recorded again, and the allocator's cache was emptied.
         """
         agreement = self._plans.agreement
         self._joint.renew()

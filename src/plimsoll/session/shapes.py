@@ -9,8 +9,8 @@ The bytes on top (for the user's loss, and bytes that a step leaves behind) grow
 measured one they are scaled by the growth of the activations. They are never scaled down.
 
 With several ranks, each has its own ladder and chooses for itself, because replaying a plan runs no collective. Only traces may
-run collectives (see ``joint_traces``). Two cases are not supported: COMPRESS and OFFLOAD, whose forms are known at one size
-only, and recipes that repeat collectives, which need the same plan on all ranks.
+run collectives (see ``joint_traces``). Two cases are not supported: COMPRESS and OFFLOAD, whose forms (codecs or offload) are
+known at one size only, and recipes (ops that rebuild a value) that repeat collectives, which need the same plan on all ranks.
 """
 
 from __future__ import annotations
@@ -46,13 +46,15 @@ from plimsoll.session.training_step import gradients_as_if
 
 _MOST_TRACES = 6
 """Trace at most this many shapes of one kind if their steps cannot be derived from each other. Later shapes use the plan of a
-traced shape that covers them.
+traced shape that is at least as large in each dimension.
 """
 _MOST_KNOWN = 4096
 """Remember plans for at most this many shapes: with random lengths, nearly every step has a new shape."""
 _WORTH_SOLVING = 1.5
-"""Solve a plan for a shape that needs more than this multiple of the memory of the largest shape solved so far. For smaller
-shapes, the ladder's plan is within a few percent of a plan solved for the shape, and solving takes about a second.
+"""Solve a plan for a shape that needs more than this multiple of the memory of the largest shape solved so far.
+
+For smaller shapes, the best plan that exists already (in the ladder) is within a few percent of a plan solved for the shape,
+and solving takes about a second.
 """
 
 _Kind = tuple[tuple[str, int], ...]
@@ -70,8 +72,9 @@ class _Steps:
     ladders: list[Ladder[Sizes]] = field(default_factory=list)
 
     def ladder_for(self, sizes: Sizes) -> Ladder[Sizes] | None:
-        """Return the ladder (plans to choose from) for a shape. It belongs to the family that contains the shape's trace, or
-        else to the largest family that can predict the shape. Return ``None`` if no family predicts the shape.
+        """Return the ladder (plans to choose from) for a shape. It belongs to the family (one step at many batch sizes) that
+        contains the shape's trace, or else to the largest family that can predict the shape. Return ``None`` if no family
+        predicts the shape.
         """
         found = [each for each in self.ladders if sizes in each.step.family.shapes]
         if not found and sizes not in self.traces:
@@ -80,8 +83,8 @@ class _Steps:
 
 
 class _Written(NamedTuple):
-    """Data: the plan for a batch shape, the rung (plan of the ladder) that it was made from, the rung's forecast, and the bytes
-    between its peak and the room.
+    """Data: the plan for one batch shape, and what it was made from: a rung (plan of the ladder), its forecast of memory and
+    time, and the bytes between its peak and the limit for plans.
     """
 
     plan: Plan
@@ -90,8 +93,10 @@ class _Written(NamedTuple):
     spare_bytes: int
 
     def is_for(self, rung: Plan, forecast: Forecast, spare_bytes: int) -> bool:
-        """Return True if this plan was made from the rung for this forecast. Spare bytes matter only to regions that read
-        values.
+        """Return True if this plan was made from this rung (plan of the ladder) for this forecast, so that it can be used
+        again.
+
+        The spare bytes are compared only if some region (managed module) reads values of tensors.
         """
         if self.rung.regions is not rung.regions or self.forecast != forecast:
             return False
@@ -122,7 +127,8 @@ class ShapePlans:
             optimizer: the user's optimizer, if known.
             tracing: a context that is entered around every trace.
             agreement: the ranks that trace together.
-            room: the bytes that plans may take. Both the owner of this object and this class change its account.
+            room: the bytes that plans may take. Both the owner of this object and this class change its account (bytes that
+                predictions lack).
             waiting_bytes: returns the bytes that earlier forwards of the running step hold while a trace runs.
             accumulates: whether gradients existed when the first trace was made.
             may_refuse: whether a batch that fits under no plan is an error. With several ranks it is not, because a rank that
@@ -158,8 +164,10 @@ class ShapePlans:
         """Shapes that no plan fits: for each, the bytes that were not enough and the error that was raised."""
         self._may_refuse = may_refuse
         self._inner_growth = 1.0
-        """How many times the predicted activations a step was measured to have. It is more than 1 if sizes inside the model
-        follow the data: a model that drops padding has larger activations for a batch of the same shape with less padding.
+        """The measured activations of a step, as a multiple of the predicted activations.
+
+        It is more than 1 if sizes inside the model follow the data: a model that drops padding has larger activations for a
+        batch of the same shape with less padding.
         """
         self._room, self._waiting_bytes = room, waiting_bytes
 
@@ -341,8 +349,9 @@ class ShapePlans:
         return max((f[plan] for f in fitting if plan in f), key=lambda entry: entry[1][1].before_optimizer_bytes)
 
     def _room_bytes(self, shapes: Shapes) -> int:
-        """Return the most bytes that a plan's prediction may have at these shapes, so that its step takes the budget minus the
-        account.
+        """Return the largest peak that a plan may predict at these shapes, so that the real step keeps to the budget.
+
+        It is the budget minus the account (bytes that predictions lack), and less if activations are larger than predicted.
         """
         lasting_bytes = self._known_ladder(shapes).step.lasting_bytes
         room_bytes = self._room.bytes(self._growth(shapes)) - lasting_bytes
@@ -507,8 +516,8 @@ class ShapePlans:
         return self._unmanaged_bytes(shapes) - self._known_ladder(shapes).step.lasting_bytes
 
     def _unmanaged_bytes(self, shapes: Shapes) -> int:
-        """Return the largest peak that any plan of the ladder has at these shapes. Usually it is the peak with nothing
-        dropped.
+        """Return the largest peak that any plan of the ladder (plans with falling peaks) has at these shapes. Usually it is the
+        peak with nothing dropped.
         """
         return max(each.before_optimizer_bytes for each in self._known_ladder(shapes).at(_split(shapes)[1]))
 

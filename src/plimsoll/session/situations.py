@@ -1,5 +1,5 @@
-"""Decides which training steps are metered (their peak is measured): steps in a situation that no metered step covers, and
-samples of the others.
+"""Decides which training steps are metered (their peak is measured): steps in a situation (shapes, existing gradients, waiting
+forwards) that no metered step covers, and samples of the others.
 
 Metering a step on a CPU needs torch's profiler, so most steps are not metered. A forward may run more operations than earlier
 ones (layers that are dropped at random), which is known only when it has ended. Then all following steps are metered until one
@@ -17,7 +17,7 @@ from plimsoll.session.batch_shapes import Shapes, covers, shown, standing_in
 from plimsoll.tracing.recorder.fingerprint import AUTOCAST
 
 _MOST_TRIES = 3
-"""After this many failed measurements of steps in one situation, treat it as known."""
+"""After this many failed measurements of steps in one situation (shapes, gradients, waiting forwards), treat it as known."""
 
 _ENOUGH = 6
 """If tensors in lists vary in size, a call is not metered once this many metered calls together bound it."""
@@ -57,12 +57,14 @@ class Situation(NamedTuple):
     """Parameters that were frozen when the plan was made and are trained now, as indices into the list of frozen parameters."""
 
     def is_within(self, other: Situation) -> bool:
-        """Return True if a step in the situation ``other`` needs at least as much memory as a step in this one."""
+        """Return True if a step in the situation (shapes, gradients, waiting forwards) ``other`` needs at least as much memory
+        as a step in this one.
+        """
         return covers(other.shapes, self.shapes) and self.is_alike(other)
 
     def is_alike(self, other: Situation) -> bool:
-        """Return True if a step in the situation ``other`` needs at least as much memory as a step in this one, apart from the
-        shapes of their batches.
+        """Return True if a step in the situation (shapes, gradients, waiting forwards) ``other`` needs at least as much memory
+        as a step in this one, apart from the shapes of their batches.
         """
         return (
             self.accumulates <= other.accumulates
@@ -77,7 +79,7 @@ class Situation(NamedTuple):
         return self.accumulates, self.reduces
 
     def differences(self, known: Iterable[Situation]) -> str:
-        """Describe what is new compared with the ``known`` situations."""
+        """Describe what is new compared with the ``known`` situations (shapes, gradients, waiting forwards)."""
         known = tuple(known)
         found = []
         if not any(covers(other.shapes, self.shapes) for other in known):
@@ -112,8 +114,8 @@ def planned_situation(signature: str, in_flight: int) -> Situation:
 
 
 class MeteredSituations:
-    """The situations (shapes, gradients, waiting forwards) of the steps that were metered under the current plan. It decides
-    which steps are metered next.
+    """The situations (shapes, gradients, waiting forwards) of the steps whose memory was measured under the current plan. It
+    decides which steps are measured next.
     """
 
     def __init__(self, known: Iterable[Situation] = ()) -> None:
@@ -139,10 +141,11 @@ class MeteredSituations:
         self._due = {situation.turn for situation in (*self._known, *self._seen)}
 
     def begin(self, situation: Situation, *, may_sample: bool = True) -> bool:
-        """Return True if a step that begins in this situation should be metered.
+        """Return True if the memory of the step that begins now should be measured, because no step in this situation (shapes,
+        gradients, waiting forwards) was measured, or as a sample.
 
-        Of steps in known situations, samples are metered: no reading shows what the loop makes and frees between forward and
-        backward. After the first steps there are none while not ``may_sample``. After three failed attempts, return False.
+        Samples of known situations are measured, because nothing else shows what the loop makes and frees between forward and
+        backward. After the first steps, samples are taken only with ``may_sample``. After three failed attempts, return False.
         """
         self._current = None
         self._steps += 1
@@ -162,7 +165,9 @@ class MeteredSituations:
         return True
 
     def _have_standing_in(self, situation: Situation) -> bool:
-        """Return True if enough metered steps together bound the memory of a step whose lists hold tensors of other sizes."""
+        """Return True if enough metered (measured) steps together bound the memory of a step whose lists hold tensors of other
+        sizes.
+        """
         alike = [each.shapes for each in self._known if situation.is_alike(each)]
         return len(alike) >= _ENOUGH and len(standing_in(alike, situation.shapes)) >= _ENOUGH
 
@@ -177,7 +182,7 @@ class MeteredSituations:
             self._waits = 0
 
     def know(self, situation: Situation) -> None:
-        """Treat the situation as known: the user was warned about it already."""
+        """Treat the situation (shapes, gradients, waiting forwards) as measured: the user was warned about it already."""
         self._known.append(situation)
 
     def ended(self, nodes: int, in_flight: int) -> str:

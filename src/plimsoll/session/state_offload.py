@@ -1,4 +1,5 @@
-"""Chooses the parameters whose optimizer state is on a link between steps, and keeps it there while a plan is applied.
+"""Chooses the parameters whose optimizer state is on a link (to host memory or disk) between steps, and keeps it there while a
+plan is applied.
 
 One number decides: the share of the state that is offloaded. The parameters with the least state come first, so a large
 embedding, whose state alone would fill the device while it is stepped, is last. The chosen parameters are stepped in chunks. A
@@ -36,7 +37,9 @@ from plimsoll.tracing.zero import optimizer_inside
 
 _SHARES = 8
 _PARTS = 32
-"""A chunk has at most this part of the offloaded state, unless one parameter has more."""
+"""A chunk (the parameters that are stepped together) has at most this part of the offloaded state, unless one parameter has
+more.
+"""
 
 
 def with_offloaded_state(whole: StepPlanner, task: TrainingTask) -> StepPlanner:
@@ -93,7 +96,9 @@ def checked_optimizer(task: TrainingTask) -> Optimizer:
 
 
 def _choices(planner: StepPlanner, task: TrainingTask, optimizer: Optimizer) -> list[OffloadedState]:
-    """Return the decisions to choose from, those that offload least first."""
+    """Return the possible decisions about the parameters whose optimizer state is offloaded. The decision that offloads least
+    comes first.
+    """
     sizes = {
         name: sum(size for size in each if size >= LEAST_STATE_BYTES)
         for name, each in state_bytes(planner.trace).items()
@@ -163,7 +168,7 @@ def _decision(
 
 
 def _link_cost(options: PlanOptions, device: torch.device, most_bytes: int) -> LinkCost:
-    """Return the speed of the link. ``most_bytes`` is the most state of one parameter."""
+    """Return the speed of the link (to host memory or disk). ``most_bytes`` is the most state of one parameter."""
     if options.device_profile is not None or device.type == "meta":
         return host_link(find_device(options.device_profile or "CPU"))
     name = options.link or default_link_name(device)
@@ -171,14 +176,15 @@ def _link_cost(options: PlanOptions, device: torch.device, most_bytes: int) -> L
 
 
 class StateAtWork:
-    """Keeps optimizer state offloaded as a plan says, until `remove`. State that came back because it was read leaves again
-    before each forward of the model.
+    """Keeps the optimizer state that a plan names in host memory or on disk, until `remove`.
+
+    If other code reads the state, it comes back to the device. Before the next forward of the model, it is offloaded again.
     """
 
     def __init__(
         self, model: nn.Module, optimizer: Optimizer | None, state: OffloadedState, host_budget_bytes: int | None = None
     ) -> None:
-        """Send the state away.
+        """Offload the optimizer state that the plan names.
 
         Raises:
             PlanMismatch: the optimizer is unknown, of another class, or does not hold the parameters of the plan.

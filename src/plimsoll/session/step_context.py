@@ -54,8 +54,10 @@ class ContextWatch:
 
     @contextlib.contextmanager
     def looking_away(self) -> Iterator[None]:
-        """Ignore calls inside the ``with`` block. A trace must not record the search for NaN: only the first call has it, so
-        the traces of later calls would differ, and be made and timed anew.
+        """Ignore calls inside the ``with`` block.
+
+        The search for NaN runs only in the first call. If a trace recorded it, the traces of later calls would differ, and be
+        made and timed anew.
         """
         self._is_away = True
         try:

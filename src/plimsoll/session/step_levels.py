@@ -111,7 +111,9 @@ class StepLevels:
         return share / known_share if is_more(self._forward, known_share * self._expected) else 1.0
 
     def backward_begins(self, nodes: int) -> None:
-        """Note that a backward has reached a forward's output. The loss made ``nodes`` nodes; some are freed by now."""
+        """Note that a backward has reached a forward's output. The loss made ``nodes`` autograd nodes; some are freed
+        by now.
+        """
         self._loss_nodes = max(self._loss_nodes, nodes)
         self._loss = max(self._loss, self.above_begin())
 
@@ -120,8 +122,9 @@ class StepLevels:
         self._end = max(self._end, self.above_begin())
 
     def learn(self, base_bytes: int) -> None:
-        """Note that the step that ends was measured, so that its readings become known. It began with ``base_bytes``, without
-        optimizer state.
+        """Note that the step that ends was measured, so that its readings of allocated bytes count as known.
+
+        ``base_bytes`` were allocated when it began, without optimizer state.
         """
         self._base_bytes = base_bytes
         self._accept()

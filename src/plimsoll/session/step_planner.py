@@ -1,8 +1,8 @@
 """Makes the plans of a training task: traces the step, finds the cost of each op, tries codecs and links (ways to compress and
 to offload values), and solves.
 
-Several ranks plan together: all run the same steps, the tightest rank solves, and all ranks get its plan (see
-``tightest_rank``). A single process does the same without exchanging messages.
+Several ranks plan together: all run the same steps, the tightest rank (the rank with the least memory to spare) solves, and all
+ranks get its plan (see ``tightest_rank``). A single process does the same without exchanging messages.
 """
 
 from __future__ import annotations
@@ -162,22 +162,24 @@ class StepPlanner:
         to be the same under all plans.
         """
         self.mistake_bytes = 0
-        """The measured peak of the plan with the lowest peak minus its predicted peak, in bytes. It was measured in a step that
-        does not record.
+        """The measured peak minus the predicted peak of the plan with the lowest peak, in bytes. The measured step is one after
+        the step that records the plan.
         """
         self.managing: Managing | None = None
-        """A function that returns the context that applies a plan in trials and keeps what the plan records. With None, trials
-        discard what they record.
+        """A function that returns the context that applies a plan in trials (measured runs of plans) and keeps what the plan
+        records. With None, trials discard what they record.
         """
         self.tried_bytes = 0
-        """The highest peak of all trials in bytes; 0 if there was none."""
+        """The highest peak of all trials (measured runs of plans) in bytes; 0 if there was none."""
         self.recording_bytes = 0
-        """Bytes that the step that recorded the plan with the lowest peak needed, minus the bytes that a later step needed."""
+        """The bytes that the step that recorded the plan with the lowest peak needed in addition to a later step under this
+        plan.
+        """
         self._ran = TrialRun(0, 0, None)
         """The last trial (a run of a plan to measure its peak), as measured in this process before ranks compared theirs."""
         self._sensed: Sensed | None = None
         self._unmanaged: Plan | None = None
-        """A plan of the step that plans are compared with, if it is another one than the traced step without a plan."""
+        """A plan that keeps everything, for the step that plans are compared with. None if this is the traced step itself."""
 
     @property
     def budget_bytes(self) -> int | None:
@@ -227,7 +229,9 @@ class StepPlanner:
         return self._planner.floor.peak_bytes
 
     def traced_in_tiles(self, task: TrainingTask, tiles: tuple[Tile, ...]) -> StepPlanner:
-        """Trace the step with these tiles, without timing its ops, and return a planner of this process alone."""
+        """Trace the step with these tiles (parts of a few rows), without timing its ops, and return a planner of this process
+        alone.
+        """
         options = dataclasses.replace(self.options, tiles=tiles)
         traced = trace_task(task, options, optimizer_is_optional=True, repeats=0)
         return StepPlanner(traced, self.costs, options, self.own_budget_bytes)
@@ -248,7 +252,9 @@ class StepPlanner:
         return made
 
     def compare_with(self, whole: StepPlanner) -> None:
-        """From now on, compare plans with the unmanaged step of another planner: with the step that does not run in tiles."""
+        """From now on, compare plans with the unmanaged (without a plan) step of another planner: with the step that does not
+        run in tiles (parts of a few rows).
+        """
         self._unmanaged = whole.extremes.lowest
         self.costs = _as_if_timed_together(whole.trace, whole.costs, self.costs)
         self._forget_index()
@@ -257,7 +263,7 @@ class StepPlanner:
         """Run the step once to measure the forms of its values (codecs and links). Nothing is run if the options do not allow
         forms, or if the budget does not need them.
 
-        If lossy plans are allowed, the unmanaged gradients are kept to compare with.
+        If lossy plans are allowed, the unmanaged (without a plan) gradients are kept to compare with.
         """
         if self.options.wants_forms and (not self.fits_unmanaged() or self.options.insists_on_forms):
             progress("trying codecs and links", 0.0)
@@ -342,8 +348,8 @@ class StepPlanner:
         return rungs if self._unmanaged is None else (_compared_with(rung, self._unmanaged) for rung in rungs)
 
     def predicted_bytes(self, plan: Plan) -> int | None:
-        """Return the predicted peak of this rank's step under a plan that was made for another step, or None if the plan cannot
-        be replayed here.
+        """Return the predicted peak of this rank's step under a plan that was made for another step. Return None if this step
+        cannot follow the plan.
         """
         try:
             return run_choices(self.index, choices_of(self.index, plan.regions)).peak_bytes
@@ -358,8 +364,8 @@ class StepPlanner:
         return predicted_bytes is not None and predicted_bytes <= (self.own_budget_bytes or 0) - excess_bytes
 
     def halfway_bytes(self, plan: Plan, error_scale: float = 1.0) -> int | None:
-        """Return a peak in bytes that is halfway between a plan's peak and the lowest peak. Both are peaks of the tightest
-        rank's step.
+        """Return a peak in bytes that is halfway between a plan's peak and the lowest peak. Both are peaks of the step of the
+        tightest rank (the rank with the least memory to spare).
 
         If the two are close, return the lowest peak. If the plan has the lowest peak already, return None.
         """
@@ -480,9 +486,9 @@ class StepPlanner:
         """Return a plan, not yet run, whose peak is at most the budget minus ``excess_bytes``. A budget of ``None`` means no
         limit.
 
-        With several ranks, the tightest rank solves, and all ranks get its plan. If the plan is for the ranks' budget, solve
-        again until every rank's predicted peak is within its own budget. ``error_scale`` says how many times larger than
-        expected the errors of lossy forms are.
+        With several ranks, the tightest rank (the rank with the least memory to spare) solves, and all ranks get its plan. If
+        the plan is for the ranks' budget, solve again until every rank's predicted peak is within its own budget.
+        ``error_scale`` says how many times larger than expected the errors of lossy forms (codecs or offload) are.
 
         Raises:
             BudgetBelowFloor: no plan fits, or no plan was found in time, unless ``raise_below_floor`` is False.
@@ -512,7 +518,8 @@ class StepPlanner:
         """Called if no plan was found for all ranks' budgets. Return the plan with the lowest peak if each rank is predicted to
         keep to its own budget under it. Otherwise raise ``refusal``.
 
-        A refusal in the first attempt means that the tightest rank cannot keep to its own budget, so it is raised as well.
+        A refusal in the first attempt means that the tightest rank (the rank with the least memory to spare) cannot keep to its
+        own budget, so it is raised as well.
         """
         made = self.ranks.made(
             "solving for the lowest peak", lambda: self._solve_here(self._planner.floor.peak_bytes, "auto")
@@ -571,7 +578,7 @@ class StepPlanner:
         return self.ranks.noted(msgspec.structs.replace(self.options.written_into(made), notes=notes))
 
     def own(self, plan: Plan) -> Plan:
-        """Return the plan with the figures of this rank's own step: predicted peak, timeline, and bytes by class."""
+        """Return a copy of the plan with the figures of this rank's own step: predicted peak, timeline, and bytes by class."""
         if self._agreement.size == 1:
             return plan
         try:
@@ -635,7 +642,7 @@ class StepPlanner:
 
 
 def _with_transfers(trace: Trace, costs: Costs, state: OffloadedState | None) -> Costs:
-    """Return the costs with the seconds that the optimizer's step waits for the link."""
+    """Return the costs with the seconds that the optimizer's step waits for the link (to host memory or disk)."""
     if state is None:
         return costs
     keys = [op.cost_key for op in trace.ops if op.name == TRANSFER_OF_STATE]
@@ -644,10 +651,10 @@ def _with_transfers(trace: Trace, costs: Costs, state: OffloadedState | None) ->
 
 
 def _as_if_timed_together(trace: Trace, first: Costs, second: Costs) -> Costs:
-    """Return the costs of a second timing, corrected by the ops that both timings have: these keep the first seconds, and all
-    others are scaled as these changed.
+    """Return the costs of a second timing of ops, scaled to the speed that the machine had in the first timing.
 
-    On a shared machine, two timings of the same ops differ by up to 20%, more than tiles cost.
+    Ops that both timings have keep their first seconds. All others are scaled by how much the common ops changed. On a shared
+    machine, two timings of the same ops differ by up to 20%, more than tiles (parts of a few rows) cost.
     """
     ticks = [op.cost_key for op in trace.ops if op.cost_key in first.ops and op.cost_key in second.ops]
     before = sum(first.seconds_of(key) for key in ticks)
@@ -661,7 +668,9 @@ def _as_if_timed_together(trace: Trace, first: Costs, second: Costs) -> Costs:
 
 
 def _compared_with(plan: Plan, other: Plan) -> Plan:
-    """Return the plan with the figures of the unmanaged step from another plan, whose step does not run in tiles."""
+    """Return the plan with the figures of the unmanaged (without a plan) step from another plan, whose step does not run in
+    tiles (parts of a few rows).
+    """
     in_optimizer = [each.unmanaged_seconds for each in plan.timeline if each.phase == Phase.OPTIMIZER]
     optimizer_seconds = plan.baseline_seconds - (in_optimizer[0] or 0.0) if in_optimizer else 0.0
     before_optimizer = plan.baseline_seconds - optimizer_seconds
@@ -692,11 +701,11 @@ def fastest_planner(
     *,
     floor_bytes_at: Callable[[int], int],
 ) -> StepPlanner:
-    """Return the planner with the fastest plan within the budget: ``whole``, or one of ``count`` other planners of
-    the step. Each of these has a lower peak than the one before it, and itself takes longer.
+    """Return the planner with the fastest plan within the budget: ``whole``, or one of ``count`` other planners of the step.
 
-    They are tried from the first one that fits until a plan is not faster. If none fits, the last one is returned, or ``whole``
-    if its lowest peak is lower.
+    The other planners are in order: each has a lower peak than the planner before it, but its step takes longer. They are tried
+    from the first one that fits until a plan is not faster. If none fits, the last one is returned, or ``whole`` if its lowest
+    peak is lower.
     """
     best, seconds, first = whole, _seconds(whole), 0
     if seconds == math.inf:

@@ -70,9 +70,10 @@ def _watches(module: nn.Module) -> Iterator[StepWatch]:
 class StepWatch:
     """Follows a model's training steps through hooks: finds where steps begin and end, and measures some of them.
 
-    ``before_call`` runs before every training call, with its arguments and situation. ``before_parts`` runs before a step that
-    does not call the model but parts of it, with the first part's name, arguments and situation. ``after_step`` runs when a
-    step is over. Then ``measured`` is its measurement, or None if ``meter`` was not called or the measurement did not complete.
+    ``before_call`` runs before every training call, with its arguments and situation (shapes, gradients, waiting forwards).
+    ``before_parts`` runs before a step that does not call the model but parts of it, with the first part's name, arguments and
+    situation. ``after_step`` runs when a step is over. Then ``measured`` is its measurement, or None if ``meter`` was not
+    called or the measurement did not complete.
     """
 
     def __init__(
@@ -102,13 +103,14 @@ class StepWatch:
         self._call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         """The arguments of the running training call if it is the first of its step, else None."""
         self._larger = self._late = ""
-        """What a region reported about the step: that it runs a call larger than before. ``_larger`` is about the measured
-        step, ``_late`` about a step that had gone too far to be measured.
+        """A text from a region (managed module) that the measured step runs a larger call than before, or "".
+
+        ``_late`` is such a text about a step that had gone too far to be measured.
         """
         self.is_reordered = False
-        """True if regions ran in an order that no earlier step had. The owner resets it."""
+        """True if regions (managed modules) ran in an order that no earlier step had. The owner of the watch resets it."""
         self._made_bytes = 0
-        """Bytes that forward had added before the measurement began within it."""
+        """If the measurement began within a forward: the bytes that this forward had added before, else 0."""
         self.running: MeasuredStep | None = None
         self.measured: MeasuredStep | None = None
         self.was_blocked = False
@@ -211,8 +213,8 @@ class StepWatch:
 
     @property
     def _must_search(self) -> bool:
-        """Whether the loop holds more than noise. A measurement must then find these tensors, because the step may free them.
-        Each search looks at all objects of the process.
+        """Whether the training loop holds more bytes than noise. A measurement must then search for these tensors, because the
+        step may free them. Each search looks at all objects of the process.
         """
         return is_more(self.held.bytes, 0, self.levels.expected_peak_bytes)
 
@@ -243,8 +245,8 @@ class StepWatch:
     def meter_if_new(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], situation: Situation, situations: MeteredSituations
     ) -> None:
-        """Measure the step that begins with the next call if no step in this situation was measured. On a GPU do nothing,
-        because its counter always runs.
+        """Measure the step that begins with the next call if no step in this situation (shapes, gradients, waiting forwards)
+        was measured. On a GPU do nothing, because its counter always runs.
         """
         if not self.is_between_steps:
             return

@@ -35,7 +35,7 @@ from plimsoll.tracing.refusals import refuse_without_shape
 from plimsoll.tracing.torch_internals import is_profiled, warn_if_untried
 
 BATCH = "batch, mode and loss"
-"""The name of one of the facts that ranks compare: that their batches have the same shapes, and their steps the same modes and
+"""The name of the fact that ranks compare to see whether their batches have the same shapes, and their steps the same modes and
 losses.
 """
 _OF_OURS = (PlimsollError, torch.OutOfMemoryError)
@@ -206,8 +206,8 @@ def _detached(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def detached(batch: Any) -> Any:
-    """Return the batch with the same structure, but detached from the graph that made it. Otherwise the backward of a trial
-    would enter that graph.
+    """Return a copy of the batch whose tensors are detached from the autograd graph that made them. Otherwise the backward of a
+    run that only measures a plan would enter that graph.
 
     Raises:
         InvalidBatch: neither a tensor, nor a tuple, nor a mapping.

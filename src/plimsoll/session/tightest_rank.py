@@ -1,8 +1,8 @@
 """Translates the bytes of each rank into the one budget of a plan that all ranks share.
 
-The tightest rank is the rank with the smallest difference between budget and unmanaged peak. It solves for all ranks, so the
-plan has the tightest rank's budget. If another rank exceeds its own budget by some bytes, this counts as if the plan exceeded
-the plan's budget by the same bytes.
+The tightest rank is the rank with the smallest difference between budget and unmanaged (without a plan) peak. It solves for all
+ranks, so the plan has the tightest rank's budget. If another rank exceeds its own budget by some bytes, this counts as if the
+plan exceeded the plan's budget by the same bytes.
 
 Ranks may have batches of different shapes. So each rank simulates the plan on its own step. If a rank exceeds its budget in the
 simulation, the tightest rank solves again.
@@ -25,8 +25,8 @@ T = TypeVar("T")
 
 
 class _Room(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rank sends to find the tightest rank, as data: its room (its budget minus its peak without a plan), and its
-    budget.
+    """What a rank sends to find the tightest rank (the rank with the least memory to spare), as data: its room (its budget
+    minus its peak without a plan), and its budget.
     """
 
     room_bytes: int
@@ -34,11 +34,13 @@ class _Room(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Taken(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rank sends after a trial, as data: its measurement and its budget."""
+    """What a rank sends after a trial (measured run of a plan), as data: its measurement and its budget."""
 
     peak_bytes: int
     recording_bytes: int
-    """The measured peak minus the peak of a training that starts with this plan, before the optimizer has state."""
+    """The peak of this rank's measured run with all optimizer state, minus the peak of a training that starts with this plan,
+    before its optimizer has state.
+    """
     budget_bytes: int | None
     error: float | None
 
@@ -65,12 +67,14 @@ class TightestRank:
         # Without budgets all rooms are 0, so the first rank solves.
         self._rank = min(by_rank, key=lambda rank: by_rank[rank].room_bytes)
         self.budget_bytes = by_rank[self._rank].budget_bytes
-        """The budget of the tightest rank, which is the budget of the plan."""
+        """The budget of the tightest rank (the rank with the least memory to spare), which is the budget of the plan."""
         budgets = {str(rank): room.budget_bytes for rank, room in by_rank.items() if room.budget_bytes is not None}
         self._uneven_budget_bytes = budgets if len(set(budgets.values())) > 1 else {}
 
     def made(self, what: str, make: Callable[[], Plan]) -> Plan:
-        """Let the tightest rank make a plan, and return that plan on all ranks. See `Agreement.made_by`."""
+        """Let the tightest rank (the rank with the least memory to spare) make a plan, and return that plan on all ranks. See
+        `Agreement.made_by`.
+        """
         return self._agreement.made_by(self._rank, what, make)
 
     def of_tightest(self, what: str, value: T, kind: Any) -> T:
@@ -81,8 +85,8 @@ class TightestRank:
         return values[self._agreement.ranks.index(self._rank)]
 
     def excess_bytes(self, own_excess_bytes: int) -> int:
-        """Return the tightest rank's excess (measured minus predicted bytes), which is subtracted from the plan's budget.
-        Remember this rank's own excess.
+        """Return, on all ranks, the measured minus the predicted bytes of the tightest rank (the rank with the least memory to
+        spare). They are subtracted from the plan's budget. Remember this rank's own difference.
         """
         self.own_excess_bytes = own_excess_bytes
         return self.of_tightest("excess", own_excess_bytes, int)
@@ -120,8 +124,8 @@ class TightestRank:
         )
 
     def refused(self, error: BudgetBelowFloor, floor_bytes: int) -> BudgetBelowFloor:
-        """Return the error that all ranks raise if no plan fits. ``floor_bytes`` is a budget of the tightest rank that would be
-        enough.
+        """Return the error that all ranks raise if no plan fits. ``floor_bytes`` is a budget of the tightest rank (the rank
+        with the least memory to spare) that would be enough.
 
         If budgets differ between ranks, the error asks to raise every rank's own budget by the largest overshoot.
         """

@@ -1,4 +1,4 @@
-"""Chooses the module calls that run in tiles, and the number of tiles of each.
+"""Chooses the module calls that run in tiles (parts of a few rows), and the number of tiles of each.
 
 One number decides about all calls: the *tile bytes*. Each row-wise call gets as many tiles as it needs so that one tile makes
 about that many bytes, so calls that make less are not cut at all. The candidates are the largest call's bytes divided by 2, 4,
@@ -27,28 +27,35 @@ from plimsoll.units import format_bytes_up
 _LOG = logging.getLogger(__name__)
 _MOST_SETS = 6
 _LEAST_TILE_BYTES = 2**19
-"""A tile makes at least about this many bytes. Smaller tiles would save little more memory, and many small ops are slow."""
+"""A tile (a part of a few rows) makes at least about this many bytes. Smaller tiles would save little more memory, and many
+small ops are slow.
+"""
 _WORTH_NAMING = 0.05
 _LEAST_GAIN = 2.0
 """A call may be cut only if it makes more bytes than its arguments and outputs have, times this factor. One linear layer makes
-nothing but its output, so tiles would not save memory."""
+nothing but its output, so tiles (parts of a few rows) would not save memory.
+"""
 
 
 def find_tileable(task: TrainingTask, options: PlanOptions) -> tuple[RowwiseCall, ...]:
-    """Run the model's forward once, and return the row-wise calls that need less memory in tiles."""
+    """Run the model's forward once, and return the row-wise calls that need less memory in tiles (parts of a few rows)."""
     return worth_tiling(
         find_rowwise_calls(task.model, task.batch, regions=options.regions, device_name=options.device_profile)
     )
 
 
 def worth_tiling(found: Mapping[str, RowwiseCall]) -> tuple[RowwiseCall, ...]:
-    """Return the row-wise calls that need less memory in tiles. ``found`` has all row-wise calls by module path."""
+    """Return the row-wise calls that need less memory in tiles (parts of a few rows). ``found`` has all row-wise calls by
+    module path.
+    """
     return tuple(call for call in found.values() if call.inner_bytes > _LEAST_GAIN * call.outer_bytes)
 
 
 def most_tiles(calls: Iterable[RowwiseCall]) -> tuple[Tile, ...]:
-    """Return the tiles of the calls if the largest call gets as many as possible. It is the last of the ``candidates``, but
-    without a least size of tiles. So the numbers of tiles are the same at each number of rows.
+    """Return the tiles (parts of a few rows) of all calls if the largest call gets as many tiles as possible.
+
+    This is the last of the ``candidates``, but without a least size of tiles. So the numbers of tiles do not depend on the
+    number of rows.
 
     Example:
         >>> size = {"inner_bytes": 2**25, "outer_bytes": 2**20}
@@ -62,7 +69,7 @@ def most_tiles(calls: Iterable[RowwiseCall]) -> tuple[Tile, ...]:
 
 
 def candidates(calls: Iterable[RowwiseCall]) -> list[tuple[Tile, ...]]:
-    """Return the sets of tiles to choose from, those with the fewest tiles first.
+    """Return the sets of tiles (parts of a few rows) to choose from, those with the fewest tiles first.
 
     Example:
         >>> size = {"inner_bytes": 2**25, "outer_bytes": 2**20}
@@ -80,7 +87,7 @@ def candidates(calls: Iterable[RowwiseCall]) -> list[tuple[Tile, ...]]:
 
 
 def _tiles(calls: Iterable[RowwiseCall], tile_bytes: int) -> tuple[Tile, ...]:
-    """Return the tiles of the calls that make more than ``tile_bytes``."""
+    """Return the tiles (parts of a few rows) of the calls that make more than ``tile_bytes``."""
     return tuple(tile for call in calls for tile in _tiles_of(call, tile_bytes))
 
 
@@ -104,7 +111,7 @@ def with_best_tiles(
     whole: StepPlanner, task: TrainingTask, planner_of: Callable[[PlanOptions], StepPlanner]
 ) -> StepPlanner:
     """Return the planner of the tiled step that has the fastest plan within the budget. It is ``whole``, the planner of the
-    step without tiles, if tiles do not give a faster plan, or if no tiles are needed or possible.
+    step without tiles (parts of a few rows), if tiles do not give a faster plan, or if no tiles are needed or possible.
 
     If no plan fits, the planner with the lowest peak is returned.
 
@@ -125,11 +132,11 @@ def with_best_tiles(
 def with_more_tiles(
     refused: StepPlanner, whole: StepPlanner, task: TrainingTask, planner_of: Callable[[PlanOptions], StepPlanner]
 ) -> StepPlanner | None:
-    """Return the planner of the step in the most tiles of the ``candidates``. Return ``None`` if ``refused`` is the planner of
-    that step already, or of the step without tiles.
+    """Return the planner of the step with the most tiles (parts of a few rows) that are possible. ``refused`` is the planner
+    whose plans were found too large. Return ``None`` if it has the most tiles already, or none.
 
     Sets of tiles are chosen by predicted peaks. If the chosen set was measured to need more than the budget, the step in more
-    tiles may fit: a budget that a refusal had named was refused by 0.1%.
+    tiles may fit: a budget that an error had named was refused by 0.1%.
     """
     if not refused.options.tiles:
         return None
@@ -142,7 +149,7 @@ def with_more_tiles(
 
 
 def _fastest(whole: StepPlanner, task: TrainingTask, planner_of: Callable[[PlanOptions], StepPlanner]) -> StepPlanner:
-    """Search for the set of tiles with the fastest plan, as `with_best_tiles` describes."""
+    """Search for the set of tiles (parts of a few rows) with the fastest plan, as `with_best_tiles` describes."""
     sets = candidates(find_tileable(task, whole.options))
     if not sets:
         _LOG.info(
@@ -161,7 +168,9 @@ def _fastest(whole: StepPlanner, task: TrainingTask, planner_of: Callable[[PlanO
 
 
 def name_tiles(refusal: BudgetBelowFloor, whole: StepPlanner, task: TrainingTask) -> None:
-    """Add to a refusal how far tiles would lower the lowest peak, if it is more than 5%. This traces the step once more."""
+    """Add to the error for a budget that is too small how far tiles (parts of a few rows) would lower the lowest peak, if it is
+    more than 5%. This traces the step once more.
+    """
     try:
         sets = candidates(find_tileable(task, whole.options)) if whole.options.may_recompute else []
         lowest_bytes = whole.traced_in_tiles(task, sets[-1]).floor_bytes if sets else whole.floor_bytes

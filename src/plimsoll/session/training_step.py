@@ -56,7 +56,8 @@ from plimsoll.tracing.zero import held_by_deepspeed, is_gathered_by_zero
 
 @contextlib.contextmanager
 def gradients_as_if(model: nn.Module, *, are_there: bool) -> Iterator[None]:
-    """Inside the block, give every trainable parameter a gradient (``are_there``, as after a first micro-batch) or none.
+    """Inside the ``with`` block, all trainable parameters have a gradient (``are_there``, as after a first micro-batch), or
+    none of them has.
 
     The gradients from before are put back after the block.
     """

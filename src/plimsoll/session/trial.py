@@ -2,9 +2,9 @@
 
 The solver's bound holds for a model of the machine, not for the machine. So the plan runs twice: in the step that records it,
 and in a steady step. If the measured peak exceeds the budget, the overshoot is subtracted from the budget, and the plan is
-solved again. If lossy forms are used, the gradient of the steady step is compared with the unmanaged gradient. If its error
-exceeds the allowed error, or is far enough below it that a cheaper plan may exist, the expected errors are scaled to the
-measurement, and the plan is solved again.
+solved again. If lossy forms (codecs or offload) are used, the gradient of the steady step is compared with the unmanaged
+(without a plan) gradient. If its error exceeds the allowed error, or is far enough below it that a cheaper plan may exist, the
+expected errors are scaled to the measurement, and the plan is solved again.
 """
 
 from __future__ import annotations
@@ -57,19 +57,17 @@ class TrialRun:
     error: float | None
     note: str = ""
     steady_bytes: int = 0
-    """The peak of the steady step's first micro-batch, with all of the optimizer's state. The steady step is the step after the
-    one that records the plan.
-    """
+    """The peak of the first micro-batch of the step after the step that records the plan, with all of the optimizer's state."""
     recording_bytes: int = 0
-    """The peak of the step that recorded the plan minus the peak of the steady step after it."""
+    """The peak of the step that recorded the plan, minus the peak of the step after it."""
     taken_bytes: int = 0
-    """The peak of the trial itself, with the optimizer state that existed."""
+    """The peak of the run itself, with the optimizer state that existed then."""
     beside_bytes: int = 0
-    """The part of ``peak_bytes`` that the trial did not contain: the training loop was measured to need it."""
+    """The part of ``peak_bytes`` that this run of the plan did not contain. The training loop was measured to need it."""
 
     @property
     def told(self) -> str:
-        """The measurement as a note of the plan."""
+        """The measurement as a sentence, to be added to the plan as a note."""
         added = f", with {format_bytes(self.beside_bytes)} that the training loop needs" if self.beside_bytes else ""
         note = self.note or f"run once: the measured peak was {format_bytes(self.peak_bytes)}{added}"
         return note if self.error is None else f"{note}, the gradient's relative error {self.error:.2%}"
@@ -82,7 +80,8 @@ Managing = Callable[[Plan], contextlib.AbstractContextManager[object]]
 def run_trial(
     step: TrainingStep, plan: Plan, gradients: Gradients | None = None, managing: Managing | None = None
 ) -> TrialRun:
-    """Run a plan and return its peaks (recording step and steady step) and its error compared with the unmanaged ``gradients``.
+    """Run a plan and return its peaks (recording step and steady step) and its error compared with the unmanaged (without a
+    plan) ``gradients``.
 
     What the plan records is discarded, unless ``managing`` is given. A ``managing`` context keeps records, also those of
     earlier steps, so its single run is steady already.
@@ -188,7 +187,7 @@ def _looser(plan: Plan, measured: TrialRun, scale: float, max_error: float) -> f
 
 
 def _scale_of(plan: Plan, measured: TrialRun) -> float:
-    """Return the measured error as a multiple of the expected error."""
+    """Return the gradient error that a run of a plan has measured, divided by the error that the plan expected."""
     assert measured.error is not None
     if not math.isfinite(measured.error):
         return 2 * _MOST_LOOSENING

@@ -1,5 +1,5 @@
-"""Make the parts of a ``Trace`` from the log of a step, without torch objects: ops with their regions, storages with their
-lives, region graphs.
+"""Make the parts of a ``Trace`` from the log of a step, without torch objects: ops with their regions (planned modules),
+storages with their lives, region graphs.
 
 A life is the time from the allocation of a storage until it is freed. The time when only the saved tensors (slots) of a region
 hold the storage is not part of its life, because plans decide about those. The time when slots outside of regions hold it, or
@@ -46,7 +46,8 @@ class Assembled:
 
 
 def assemble(log: StepLog, optimizer: OptimizerLog | None, *, beside: Mapping[str, int]) -> Assembled:
-    """Return the parts of a trace: find the region of each op, the life of each storage, and a name for each storage.
+    """Return the parts of a trace: find the region (planned module) of each op, the life of each storage, and a name for each
+    storage.
 
     ``beside`` maps a name to the bytes that wrappers and libraries hold before, during and after the step.
     """
@@ -78,7 +79,7 @@ def assemble(log: StepLog, optimizer: OptimizerLog | None, *, beside: Mapping[st
 
 
 def _attribute(log: StepLog) -> list[int]:
-    """Return a list with the index of the region of each op, or -1 for an op outside of regions.
+    """Return a list with the index of the region (planned module) of each op, or -1 for an op outside of regions.
 
     In forward, the position of the op decides. In backward, the autograd node that runs the op decides.
     """
@@ -165,7 +166,7 @@ def _storages(log: StepLog, optimizer: OptimizerLog | None) -> tuple[list[Storag
 
 
 def _managed_slots(region: RegionLog) -> list[bool]:
-    """Return a list that says for each slot (saved tensor) of a region whether a plan may decide about it.
+    """Return a list that says for each slot (saved tensor) of a region (planned module) whether a plan may decide about it.
 
     A plan may not decide if the slot holds a parameter, or a tensor that was written after it was saved.
     """
@@ -192,14 +193,16 @@ def _deaths(log: StepLog, last: int) -> dict[int, int]:
 
 
 def _released(log: StepLog, record: SlotRecord) -> int:
-    """Return the tick when a slot (a saved tensor) is freed. If its graph outlives backward, that is the end of backward."""
+    """Return the tick (position among the ops) when a slot (a saved tensor) is freed. If its graph outlives backward, that is
+    the end of backward.
+    """
     return record.released if record.released >= 0 else log.backward_end
 
 
 def _buffers(log: StepLog) -> dict[int, str]:
     """Return a mapping from storage to label, for storages that only carry other tensors through a collective.
 
-    They are made in the step, outside of regions, and are not gradients.
+    They are made in the step, outside of regions (planned modules), and are not gradients.
     """
     tracer = log.tracer
     found: dict[int, str] = {}
@@ -264,7 +267,9 @@ def _region(
 
 
 def _is_emptied(tracer: StepTracer, region: RegionLog, until: int) -> bool:
-    """Return True if the storage of a parameter is emptied between the region's forward and its backward."""
+    """Return True if the storage of a parameter is emptied between the forward and the backward of a region (planned
+    module).
+    """
     storages = [
         tracer.values[value].storage for value, (origin, _) in region.leaves.items() if origin is Origin.PARAMETER
     ]
@@ -274,8 +279,8 @@ def _is_emptied(tracer: StepTracer, region: RegionLog, until: int) -> bool:
 
 
 def kind_of(graph: RegionGraph) -> str:
-    """Return a hash of a region's graph. It is equal for equal graphs of other calls in the step: ids of storages, and ticks,
-    do not count.
+    """Return a hash of the graph of a region (planned module). Calls with equal graphs have equal hashes: ids of storages, and
+    ticks (positions among the ops), do not count.
     """
     storages = {s: i for i, s in enumerate(dict.fromkeys(value.storage for value in graph.values))}
     parts = (

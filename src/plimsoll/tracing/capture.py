@@ -1,10 +1,10 @@
 """Run one training step under the tracer. Tensors that autograd saves are noted and dropped, and backward reads placeholders
 instead.
 
-So a traced step never holds more than one region's temporaries, regardless of how much the model saves. The life of a storage
-that the tracer sees is its life *without* what autograd saves. Floating-point placeholders are zeros: the gradients of a traced
-step are not used. Integers and booleans (indices, masks) are copied, because backward formulas index with them. The tracer does
-not see the copies.
+So a traced step never holds more than the temporaries of one region (planned module), regardless of how much the model saves.
+The life of a storage that the tracer sees is its life *without* what autograd saves. Floating-point placeholders are zeros: the
+gradients of a traced step are not used. Integers and booleans (indices, masks) are copied, because backward formulas index with
+them. The tracer does not see the copies.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ _REENTRANT_CHECKPOINT = internal("torch.utils.checkpoint.CheckpointFunction._bac
 
 
 class SlotBook:
-    """Notes each tensor that autograd saves in one region call, or outside of all regions. A saved tensor is called a slot.
+    """Notes each tensor that autograd saves in one region call (call of a planned module), or outside of all regions. A saved
+    tensor is called a slot.
 
     The methods `pack` and `unpack` are saved-tensor hooks.
     """
@@ -114,8 +115,8 @@ class SlotBook:
         return _Placeholder(self, len(self.records) - 1, geometry, tensor.device, held, shell)
 
     def unpack(self, placeholder: Any) -> torch.Tensor:
-        """The unpack hook: note that backward reads the slot now, and return a tensor for backward to read (zeros, or what is
-        held).
+        """The unpack hook: note that backward reads the slot (saved tensor) now, and return a tensor for backward to read
+        (zeros, or what is held).
         """
         record = self.records[placeholder.index]
         if record.unpacked < 0:
@@ -141,7 +142,7 @@ class _Placeholder:
     book: SlotBook
     index: int
     geometry: Geometry | None
-    """The geometry of the zeros that replace the tensor, or ``None`` if the tensor itself is ``held``."""
+    """The sizes, strides and offset of the zeros that replace the tensor, or ``None`` if the tensor itself is ``held``."""
     device: torch.device
     held: torch.Tensor | None
     shell: Shell | None
@@ -164,7 +165,7 @@ class _Placeholder:
 
 @dataclass(slots=True)
 class RegionLog:
-    """Data: what was logged of one region call in a traced step. Ids are ids of the tracer's log.
+    """Data: what was logged of one region call (call of a planned module) in a traced step. Ids are ids of the tracer's log.
 
     ``start`` and ``end`` are positions in the log. ``sequence_start`` and ``sequence_end`` are autograd's sequence numbers.
     """
@@ -175,7 +176,7 @@ class RegionLog:
     sequence_start: int
     book: SlotBook
     leaves: dict[int, tuple[Origin, str]]
-    """A mapping from value id to origin and name, for tensors that existed when the region began.
+    """A mapping from value id to origin and name, for tensors that existed when the region (planned module) began.
 
     Inputs are named by their position, the region's parameters and buffers by their name.
     """
@@ -183,11 +184,11 @@ class RegionLog:
     sequence_end: int = -1
     outputs: list[int] = field(default_factory=list)
     latest: dict[int, int] = field(default_factory=dict)
-    """A mapping from the storage of each saved tensor to the value that it had when the region returned."""
+    """A mapping from the storage of each saved tensor to the value that it had when the region (planned module) returned."""
     value_read: str = ""
-    """The first line of the user's code in the region that reads values of tensors, or ""."""
+    """The first line of the user's code in the region (planned module) that reads values of tensors, or ""."""
     steady: frozenset[int] = frozenset()
-    """The value ids of the region's inputs that forward made and that were not written until forward ended."""
+    """The ids of the inputs of this call that forward made and did not write to any more until forward ended."""
 
 
 @dataclass(slots=True)
@@ -205,7 +206,7 @@ class StepLog:
     """The names of the buffers that the step wrote to."""
     regions: list[RegionLog] = field(default_factory=list)
     outside: list[SlotRecord] = field(default_factory=list)
-    """The tensors that autograd saved outside of regions."""
+    """The tensors that autograd saved outside of regions (planned modules)."""
 
     @property
     def saved_bytes(self) -> int:
@@ -291,21 +292,23 @@ def _zeros(geometry: Geometry, device: torch.device) -> torch.Tensor:
 
 
 class RefusesHooks(Exception):
-    """Raised when a region runs a transform of ``torch.func``, which cannot run while saved tensors have hooks.
+    """Raised when a region (planned module) runs a transform of ``torch.func``, which cannot run while saved tensors have
+    hooks.
 
     Its argument is the region's name.
     """
 
 
 class RefusesHooksOutside(Exception):
-    """Raised when the model or the loss runs a transform of ``torch.func`` outside of all regions."""
+    """Raised when the model or the loss runs a transform of ``torch.func`` outside of all regions (planned modules)."""
 
 
 class StepCapture:
     """Runs one step under the tracer, and drops each tensor that autograd saves.
 
     What the modules in ``left_alone`` save is held by autograd as in training. Without ``watches_outside``, the same holds for
-    what is saved outside of regions. With ``keeps_values``, backward reads copies of all that autograd saves, and not zeros.
+    what is saved outside of regions (planned modules). With ``keeps_values``, backward reads copies of all that autograd saves,
+    and not zeros.
     """
 
     def __init__(
@@ -398,7 +401,9 @@ class StepCapture:
         return storage in self._parameter_storages or storage in self.tracer.fillings or is_gathered_by_zero(tensor)
 
     def _region(self, name: str, module: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Takes the place of a region's forward in a traced step: run the forward, log the call, and return the output."""
+        """Takes the place of the forward of a region (planned module) in a traced step: run the forward, log the call, and
+        return the output.
+        """
         if not torch.is_grad_enabled():
             return original(*args, **kwargs)
         outer = self._running
@@ -425,7 +430,7 @@ class StepCapture:
         return output
 
     def _is_outside(self) -> bool:
-        """Return True if no region runs and no other code has put hooks on saved tensors."""
+        """Return True if no region (planned module) runs and no other code has put hooks on saved tensors."""
         return _is_on_top(self._outside) if self._watches_outside else top_saved_hooks(True) is None
 
     def _without_hooks(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -438,8 +443,8 @@ class StepCapture:
             push_saved_hooks(self._outside.pack, self._outside.unpack)
 
     def _refuse_hooks_inside(self) -> None:
-        """Raise ``InvalidModel`` if other saved-tensor hooks are active inside a region, such as those of checkpointing.
-        Plimsoll's hooks then do not see what the region's ops save.
+        """Raise ``InvalidModel`` if other saved-tensor hooks are active inside a region (planned module), such as those of
+        checkpointing. Plimsoll's hooks then do not see what the region's ops save.
         """
         log = self._running
         if log is not None and torch.is_grad_enabled() and not _is_on_top(log.book):

@@ -11,7 +11,8 @@ from torch.utils._pytree import tree_leaves
 
 
 class ConstantRandomNumbers(TorchDispatchMode):
-    """Inside, dropout drops nothing, and tensors of random numbers are filled with ones. Random generators still advance.
+    """A context manager. Inside, dropout drops nothing, and tensors of random numbers are filled with ones. Random generators
+    still advance.
 
     Known weakness: the dropout inside of a fused attention kernel stays random.
 

@@ -1,5 +1,5 @@
 """Everything in Plimsoll that reads ``DistributedDataParallel``: the model inside, the bytes of the reducer's buckets, and
-trial steps that the reducer must not see.
+trial steps (run only to plan or verify) that the reducer must not see.
 
 The reducer averages gradients over ranks, and counts them with hooks on the parameter objects. From the first step it learns
 the order of its buckets, and with ``static_graph`` the whole graph. It must not learn from a trial step. So a trial step runs
@@ -25,7 +25,8 @@ def inner_module(model: nn.Module) -> nn.Module:
     """Return the model inside of the wrappers ``DistributedDataParallel`` and ``torch.compile(model)``, in whatever order they
     are.
 
-    Names, fingerprints and regions always refer to the inner model, so a plan is the same with and without a wrapper.
+    Names, fingerprints and regions (planned modules) always refer to the inner model, so a plan is the same with and without a
+    wrapper.
     """
     return layers_of(model)[-1]
 
@@ -56,7 +57,7 @@ def unseen_wrapper(model: nn.Module) -> nn.Module | None:
     """Return a ``DistributedDataParallel`` that reduces this model's gradients but is not one of its wrappers, or None.
 
     Such a ``DistributedDataParallel`` is around the running call of the model, or inside the model. Its buckets would not be
-    counted, and trial steps would not be hidden from it.
+    counted, and trial steps (run only to plan or verify) would not be hidden from it.
     """
     if _reducer(model) is not None:
         return None

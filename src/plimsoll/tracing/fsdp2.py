@@ -1,5 +1,5 @@
 """Everything in Plimsoll that reads ``fully_shard`` (FSDP2, HSDP): its shards, gathered parameters and waiting gradients, and
-its state, which trial steps must restore.
+its state, which trial steps (run only to plan or verify) must restore.
 
 FSDP2 keeps one storage per gathered parameter permanently. It fills the storage before a module's forward and backward, and
 empties it (``resize_(0)``) afterwards. So the storage has several lives in a step. Its size shows whether it is filled.
@@ -255,8 +255,8 @@ def own_reductions(model: nn.Module) -> list[str]:
 
 
 class KeptShards:
-    """Sets FSDP2's state aside, so that trial steps between two training steps do not change it. Until `put_back`, zeros
-    replace the waiting gradients.
+    """Sets FSDP2's state aside, so that trial steps (run only to plan or verify) between two training steps do not change it.
+    Until `put_back`, zeros replace the waiting gradients.
 
     Until then, torch's own reductions replace the user's reductions, which may keep unsent data and count steps. Parameters
     that stay gathered after backward (``set_reshard_after_backward(False)``) are freed at the beginning and by `put_back`.

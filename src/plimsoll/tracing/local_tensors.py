@@ -28,9 +28,9 @@ _DEEPEST_STATE = 2
 """The number of levels of attributes to search: a weight's scales may have scales of their own (double quantisation)."""
 _SHARDED = ("torch.distributed.tensor", "DTensor")
 _PENDING = ("torch.distributed._functional_collectives", "AsyncCollectiveTensor")
-"""The module and the name of each of the two types. They are not imported here, because that takes a second.
+"""The module and the name of ``AsyncCollectiveTensor``; the constant above is the same for ``DTensor``.
 
-If their modules are not imported, such tensors do not exist.
+Neither type is imported here, because that takes a second. If its module is not imported, such tensors do not exist.
 """
 
 
@@ -235,7 +235,7 @@ def layout_key(tensor: torch.Tensor) -> Any:
 
 
 def _loaded(place: tuple[str, str]) -> tuple[type, ...]:
-    """Return a tuple with the type at this place (module and name), or an empty tuple if the module is not imported."""
+    """Return a tuple with the type of this module and name, or an empty tuple if the module was not imported yet."""
     module = sys.modules.get(place[0])
     found = None if module is None else module.__dict__.get(place[1])
     return () if found is None else (found,)

@@ -56,26 +56,33 @@ class OptimizerLog:
     tracer: StepTracer
     states: frozenset[int]
     starts: tuple[int, ...] = ()
-    """The ticks of the tracer at which the chunks of a step in chunks begin, and the tick at which the last one ends; empty for
-    a step that runs as a whole. At each of them, the log has one more op: the transfer of state."""
+    """The ticks (positions among the ops) of the tracer at which the chunks of a step in chunks begin, and the tick at which
+    the last one ends; empty for a step that runs as a whole. At each of them, the log has one more op: the transfer of state.
+    """
     chunk_of: Mapping[int, int] = field(default_factory=dict)
     """The chunk of each storage of state that is on the device only while its chunk is stepped."""
 
     @property
     def ticks(self) -> int:
-        """The number of ops of the step, with the transfers of state."""
+        """The number of ops of the optimizer's step. Each transfer of state between host and device counts as an op."""
         return self.tracer.tick + len(self.starts)
 
     def _moved(self, tick: int) -> int:
-        """Return the place of an op of the tracer among all ops."""
+        """Return the tick (position among the ops) of an op of the optimizer's step in the complete log, where transfers of
+        state are ops too.
+
+        ``tick`` is its position among the recorded ops, without transfers.
+        """
         return tick + bisect.bisect_right(self.starts, tick)
 
     def _transfer(self, number: int) -> int:
-        """Return the place of the transfer before a chunk among all ops."""
+        """Return the tick (position among the ops), in the complete log of the optimizer's step, of the transfer of state
+        before a chunk of parameters.
+        """
         return self.starts[number] + number
 
     def ops(self) -> list[TraceOp]:
-        """Return the ops of the step in the form of a trace's ops."""
+        """Return the ops of the optimizer's step as ops of a trace, with the transfers of state."""
         found = [
             TraceOp(name=op.name, module=self.name, phase=Phase.OPTIMIZER, cost_key=op.cost_key)
             for op in self.tracer.ops
@@ -87,7 +94,9 @@ class OptimizerLog:
         return found
 
     def specs(self) -> dict[str, OpSpec]:
-        """Return what a roofline needs of each distinct op. It gives transfers 0 s: their time depends on the link."""
+        """Return the FLOPs and bytes of each distinct op, to estimate its seconds by a roofline. Transfers get 0: their time
+        depends on the link to host memory or disk.
+        """
         keys = (f"{TRANSFER_OF_STATE}#{number}" for number in range(len(self.starts)))
         transfers = {key: OpSpec(name=TRANSFER_OF_STATE, flops=0, moved_bytes=0, dtype="") for key in keys}
         return dict(self.tracer.specs) | transfers
@@ -200,8 +209,8 @@ def _traced(
 def _in_chunks(
     twin: Optimizer, names: Mapping[int, str], chunks: Sequence[Collection[str]], tracer: StepTracer
 ) -> Iterator[int]:
-    """Step the chunks of an optimizer one after the other, and yield the tick at which each ends. At the end, the groups hold
-    only the parameters of no chunk.
+    """Step the chunks of an optimizer one after the other, and yield the tick (position among the ops) at which each ends. At
+    the end, the groups hold only the parameters of no chunk.
     """
     whole = [list(group["params"]) for group in twin.param_groups]
     members = [frozenset(chunk) for chunk in chunks]

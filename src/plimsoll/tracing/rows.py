@@ -45,12 +45,12 @@ A tensor (batch 2, rows, 8) that was reshaped to (2 · rows, 8) has the layout (
 
 _LOG = logging.getLogger(__name__)
 MOST_TILES = 64
-"""The most tiles that a call may be cut into."""
+"""The most tiles (parts of a few rows) that a module call may be cut into."""
 _ROWS = -1
 
 
 class MixesRows(Exception):
-    """Says why a call does not work row by row."""
+    """Raised if a module call does not work row by row: an output row depends on other input rows. The text says why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,13 +75,15 @@ class RowwiseCall:
 
     @property
     def savable_bytes(self) -> float:
-        """How many of the inner bytes do not exist at the same time if the call runs in as many tiles as possible."""
+        """How many of the ``inner_bytes`` do not exist at the same time if the call runs in as many tiles (parts of a few rows)
+        as possible.
+        """
         return self.inner_bytes * (1 - 1 / min(self.rows, MOST_TILES))
 
 
 @dataclass(slots=True)
 class _Scope:
-    """One module call under observation, for one dimension of rows."""
+    """One module call while its ops are followed, to find whether it works row by row along one dimension."""
 
     path: str
     dim: int
@@ -89,7 +91,7 @@ class _Scope:
     inputs: dict[str, int]
     outer_bytes: int
     given: frozenset[int]
-    """The storages of the arguments."""
+    """The storages of the call's arguments."""
     layouts: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)
     made_bytes: int = 0
     is_random: bool = False
@@ -111,10 +113,10 @@ class RowFollower(TorchDispatchMode):
 
     @property
     def found(self) -> dict[str, RowwiseCall]:
-        """The row-wise calls by module path. No call is inside of another one: where both work row by row, the call or the
-        calls inside of it are chosen, whichever saves more memory.
+        """The calls that work row by row, by module path. No call is inside of another one: where both work row by row, the
+        call or the calls inside of it are chosen, whichever saves more memory.
 
-        A module that is called several times is there only if each of its calls is row-wise along the same dimension.
+        A module that is called several times is included only if each of its calls works row by row along the same dimension.
         """
         chosen: dict[str, RowwiseCall] = {}
         # from the innermost modules to the outermost
@@ -212,7 +214,7 @@ def _scopes(path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[_S
 
 
 def _outputs(scope: _Scope, output: Any) -> tuple[int, ...]:
-    """Return the dimension of the rows in each output, or an empty tuple if the call is not row-wise."""
+    """Return the dimension of each output that has the rows, or an empty tuple if the module call does not work row by row."""
     if scope.reason:
         return ()
     leaves = list(output) if type(output) is tuple else [output]
@@ -246,7 +248,7 @@ def _call_of(scope: _Scope, outputs: tuple[int, ...]) -> RowwiseCall:
 
 
 def _plain(shape: Sequence[int], dim: int) -> Layout:
-    """Return the layout of a tensor whose dimension ``dim`` is the rows."""
+    """Return the layout (sizes, with -1 for the rows) of a tensor whose dimension ``dim`` is the rows."""
     return tuple((_ROWS,) if at == dim else (size,) for at, size in enumerate(shape))
 
 
@@ -255,12 +257,16 @@ def _row_dim(layout: Layout) -> int:
 
 
 def _at(shape: Sequence[int], dim: int, factors: tuple[int, ...]) -> Layout:
-    """Return the layout of a tensor of this shape whose dimension ``dim`` has these factors."""
+    """Return the layout (sizes of each dimension) of a tensor of this shape, where dimension ``dim`` consists of these factors.
+    The factor -1 means the rows.
+    """
     return tuple(factors if at == dim else (size,) for at, size in enumerate(shape))
 
 
 def reshaped(layout: Layout, rows: int, shape: Sequence[int]) -> Layout:
-    """Return the layout after a reshape to ``shape``. ``rows`` is the number of rows.
+    """Return the layout that a tensor has after a reshape to ``shape``. ``rows`` is the number of rows.
+
+    A layout lists the sizes that each dimension consists of; -1 means the rows.
 
     Raises:
         MixesRows: the reshape splits the rows, or joins them with a part of another dimension.
@@ -301,7 +307,9 @@ _Rule = Callable[["_Op"], Sequence[Layout | None] | Layout | None]
 
 @dataclass(slots=True)
 class _Op:
-    """One op with the layouts of its tensors. ``None`` is the layout of a tensor without rows."""
+    """One op with the layouts of its tensors. A layout says which dimension has the rows; it is ``None`` for a tensor without
+    rows.
+    """
 
     func: torch._ops.OpOverload
     arguments: dict[str, Any]
@@ -328,7 +336,11 @@ class _Op:
         return [leaf for leaf in tree_leaves(self.out) if isinstance(leaf, torch.Tensor)]
 
     def only(self, name: str) -> tuple[torch.Tensor, Layout]:
-        """Return the argument ``name`` and its layout. No other argument may have rows."""
+        """Return the argument ``name`` and its layout (which dimension has the rows).
+
+        Raises:
+            MixesRows: another argument has rows too.
+        """
         layout = self.layouts[name]
         if layout is None or sum(found is not None for _, found in self.inputs) > 1:
             raise MixesRows("has rows in another argument")
@@ -338,7 +350,7 @@ class _Op:
 def _follow(
     scope: _Scope, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
 ) -> None:
-    """Note the layouts of an op's results.
+    """Find which dimension of an op's results has the rows, and note it as their layout.
 
     Raises:
         MixesRows: a row of a result may depend on other rows.
@@ -379,7 +391,11 @@ def _follow(
 
 
 def _pointwise(op: _Op) -> Layout:
-    """Broadcast. All tensors with rows have them in the same dimension of the result; the others are the same in each row."""
+    """Return which dimension has the rows in the result of an elementwise op with broadcasting.
+
+    All arguments with rows must have them in the same dimension of the result. Each other argument must be the same for all
+    rows.
+    """
     shape = op.outputs[0].shape
     found: tuple[int, tuple[int, ...]] | None = None
     for tensor, layout in op.inputs:
@@ -399,7 +415,7 @@ def _pointwise(op: _Op) -> Layout:
 
 
 def _like(op: _Op) -> Layout | None:
-    """Results of the same shape, or none of it."""
+    """Return which dimension has the rows in the result of an op that does not change the shape."""
     return next(layout for _, layout in op.inputs if layout is not None)
 
 
@@ -415,7 +431,7 @@ def _default(func: torch._ops.OpOverload, name: str) -> Any:
 
 
 def _along(op: _Op) -> Layout:
-    """Reduce, scan, sort or normalise along dimensions other than the rows."""
+    """Return which dimension has the rows in the result of an op that reduces, scans, sorts or normalises other dimensions."""
     tensor, layout = op.only("self")
     row = _row_dim(layout)
     dims = _dims_of(op, tensor.dim())
@@ -427,7 +443,7 @@ def _along(op: _Op) -> Layout:
 
 
 def _trailing_norm(op: _Op) -> list[Layout | None]:
-    """Layer norm and RMS norm over the last dimensions."""
+    """Return which dimension has the rows in the results of a layer norm or RMS norm over the last dimensions."""
     tensor, layout = op.only("input")
     row = _row_dim(layout)
     if row >= tensor.dim() - len(op.arguments["normalized_shape"]):
@@ -493,7 +509,9 @@ def _expand(op: _Op) -> Layout:
 
 
 def _parts(op: _Op) -> list[Layout | None]:
-    """Take parts of other dimensions than the rows: slice, select, split, unbind."""
+    """Return which dimension has the rows in the results of an op that takes parts of other dimensions: slice, select, split,
+    unbind.
+    """
     tensor, layout = op.only("self")
     dim, row = op.arguments.get("dim", 0) % tensor.dim(), _row_dim(layout)
     drops = op.outputs[0].dim() < tensor.dim()
@@ -518,7 +536,9 @@ def _joined(op: _Op) -> Layout:
 
 
 def _looked_up(op: _Op) -> Layout:
-    """Look rows up in a table (an embedding). The table itself does not have rows."""
+    """Return which dimension has the rows in the result of a look-up in a table (an embedding). The indices have rows, the
+    table does not.
+    """
     name = "indices" if "indices" in op.arguments else "index"
     _, layout = op.only(name)
     row = _row_dim(layout)
@@ -557,7 +577,9 @@ def _one(sizes: Sequence[int], at: int) -> int:
 
 
 def _attended(op: _Op) -> list[Layout | None]:
-    """Attention is row-wise along the batch: queries, keys and values have their rows in the first dimension."""
+    """Return which dimension has the rows in the results of attention. Rows must be the samples of the batch: the first
+    dimension of queries, keys and values.
+    """
     names = [name for name in ("query", "key", "value") if name in op.arguments]
     layouts = [op.layouts[name] for name in names]
     first = layouts[0]
@@ -702,9 +724,10 @@ def _is_rounding(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def may_run_in_tiles(model: nn.Module, regions: Collection[str]) -> dict[str, nn.Module]:
-    """Return the modules that may run in tiles, by path. A module that contains a region may not, but a region itself may.
+    """Return the modules that may run in tiles (parts of a few rows), by path.
 
-    Hooks on submodules would run once for each tile and again in backward, so modules with such submodules are left out too.
+    A module that contains a region (planned module) may not, but a region itself may. Hooks on submodules would run once for
+    each tile and again in backward, so modules with such submodules are left out too.
     """
     return {
         path: module

@@ -108,7 +108,7 @@ def trace(
     Raises:
         InvalidModel: the model does not have parameters, has nothing to train, or is checkpointed already. Or the optimizer is
             for another model. Or the model is split over ranks and to be traced without its device. Or torch.compile compiles
-            the model as a whole, or all its regions.
+            the model as a whole, or all its regions (planned modules).
         InvalidBatch: the model refuses the batch, or the batch is on another device.
         InvalidLoss, InvalidRegions: the loss is not a scalar; a pattern does not match any module.
         TracingFailed: gradients are off, or the step depends on values that a fake trace does not have.
@@ -232,7 +232,7 @@ class _Step:
     def run_once(self, run: Callable[[Call, WorkspaceMeter], StepLog]) -> tuple[StepLog, dict[str, int]]:
         """Run the step for its structure, and on a real device also for its hidden workspaces.
 
-        Return the log of the step, and the workspaces as a mapping from cost key to bytes.
+        Return the log of the step, and the workspaces as a mapping from cost key (an op with its shapes) to bytes.
         """
         if self.home is None or self.is_fake:
             with (
@@ -253,7 +253,8 @@ class _Step:
         return log, meter.bytes
 
     def timed(self, call: Call, clock: OpClock, progress: Callable[[float], None]) -> _Timings:
-        """Run the step with a timer, and return the seconds of its ops, as a mapping from cost key to samples.
+        """Run the step with a timer, and return the seconds of its ops, as a mapping from cost key (an op with its shapes) to
+        samples.
 
         The step runs as in training: autograd holds what it saves.
         """
@@ -377,7 +378,7 @@ class _Watcher:
 
 def _most_alive_bytes(trace: Trace) -> int:
     """Return the largest number of bytes that are alive at any tick (position in the trace), with the workspace of the op that
-    runs there. Tensors that only regions hold for backward do not count.
+    runs there. Tensors that only regions (planned modules) hold for backward do not count.
     """
     change = [0] * (len(trace.ops) + 2)
     for storage in trace.storages:
@@ -392,7 +393,7 @@ def _most_alive_bytes(trace: Trace) -> int:
 
 
 def merged_timings(runs: Sequence[_Timings]) -> dict[str, tuple[float, ...]]:
-    """Return the samples (seconds) of all timed runs together, as a mapping from cost key to samples.
+    """Return the samples (seconds) of all timed runs together, as a mapping from cost key (an op with its shapes) to samples.
 
     None of the samples is cold, because a run that is not timed came first.
     """

@@ -31,7 +31,7 @@ from plimsoll.tracing.torch_internals import current_autograd_node, is_storage_g
 from plimsoll.tracing.zero import shape_of
 
 BUFFER = "buffer of "
-"""The prefix of the names of storages that only carry data of other tensors through a collective."""
+"""The prefix of the names of storages that only carry data of other tensors to and from a collective."""
 _NODES_PER_REPORT = 64
 
 
@@ -48,7 +48,8 @@ class OpContext:
 
 @dataclass(slots=True)
 class Filling:
-    """Data about one life of a storage that is emptied and filled again. It lasts from tick ``born`` to tick ``dies``.
+    """Data about one life of a storage that is emptied and filled again. It lasts from tick (position among the ops) ``born``
+    to tick ``dies``.
 
     ``dies`` is -1 while the life lasts.
     """
@@ -105,7 +106,7 @@ class StepTracer(OpRecorder):
 
     @contextlib.contextmanager
     def unseen(self) -> Iterator[None]:
-        """Return a context manager for ops that do not belong to the step. They are not logged."""
+        """Return a context manager for Plimsoll's own ops, which do not belong to the step. Ops in its block are not logged."""
         before, self.suspended = self.suspended, True
         try:
             yield

@@ -1,15 +1,15 @@
 """Everything in Plimsoll that reads DeepSpeed, with or without ZeRO: its engine, optimizer, partitions and gathered parameters.
 
 The engine calls the model, whose parameters are views of flat parameters. Hooks on the parameters move each gradient into a
-bucket during backward. A trial step must not trigger these hooks, so it runs on twins: aliases of the parameters without hooks
-(see ``ddp``). The inner optimizer steps flat partitions in its own dtype (without ZeRO: 32-bit copies of 16-bit parameters).
-The model does not refer to these partitions.
+bucket during backward. A trial step (run only to plan or verify) must not trigger these hooks, so it runs on twins: aliases of
+the parameters without hooks (see ``ddp``). The inner optimizer steps flat partitions in its own dtype (without ZeRO: 32-bit
+copies of 16-bit parameters). The model does not refer to these partitions.
 
 In stage 3 a parameter is empty until hooks on its module gather it. It gets new memory before forward and before backward, and
-frees it afterwards. All parameters that recipes read must be gathered at the same time. So each region is made what DeepSpeed
-calls a leaf module: its parameters are gathered together, before its forward and before the first node of its backward. Slots
-(saved tensors) and recipes hold the parameter itself, never its memory. Trial steps run on the parameters, with the hooks that
-reduce gradients removed.
+frees it afterwards. All parameters that recipes (ops that rebuild a value) read must be gathered at the same time. So each
+region (planned module) is made what DeepSpeed calls a leaf module: its parameters are gathered together, before its forward and
+before the first node of its backward. Slots (saved tensors) and recipes hold the parameter itself, never its memory. Trial
+steps run on the parameters, with the hooks that reduce gradients removed.
 
 Source: deepspeed.runtime.zero.stage_1_and_2, stage3, parameter_offload, bf16_optimizer and fp16. The attributes that it sets on
 parameters and modules, and its internal names, were seen in DeepSpeed 0.19. Importing it takes seconds. If DeepSpeed is not
@@ -126,8 +126,8 @@ def bytes_beside(model: nn.Module) -> int:
 
 
 class WholeRegions:
-    """Makes ZeRO's stage 3 gather all parameters of a region together, until `put_back`. For that, each region becomes what
-    DeepSpeed calls a leaf module.
+    """Makes ZeRO's stage 3 gather all parameters of a region (planned module) together, until `put_back`. For that, each region
+    becomes what DeepSpeed calls a leaf module.
 
     Hooks inside the regions that gather are removed. Hooks that make graph nodes stay, because they determine the order in
     which gradients are summed.
@@ -149,7 +149,9 @@ class WholeRegions:
         self._gather_anew()
 
     def put_back(self) -> None:
-        """Let the modules inside the regions gather their own parameters again. A second call does nothing."""
+        """Let the modules inside the regions (planned modules) gather their own parameters again. Calling it twice does no
+        harm.
+        """
         own = {handle.id for handle in self._offload.forward_hooks} if self._leaves else set()
         for table, before in self._hooks.values():
             since = dict(table)
@@ -171,8 +173,8 @@ class WholeRegions:
 
 
 class KeptGathering:
-    """Remembers the state of ZeRO's stage 3 before a trial step. `put_back` leaves each parameter empty, as between steps, even
-    after a step that failed.
+    """Remembers the state of ZeRO's stage 3 before a trial step (run only to plan or verify). `put_back` leaves each parameter
+    empty, as between steps, even after a step that failed.
 
     ``hooks`` are the hooks on leaf modules that reduce gradients.
     """

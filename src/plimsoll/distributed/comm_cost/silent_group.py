@@ -56,7 +56,7 @@ class SilentGroup(dist.ProcessGroup):
 
 
 class _Done(dist.Work):
-    """The work object (as torch's collectives return it) of a collective that is already complete."""
+    """Stands for a collective that is already complete: the work object that torch's collectives return."""
 
     def __init__(self, result: list[torch.Tensor]) -> None:
         super().__init__()

@@ -61,7 +61,7 @@ class Tally:
     def add(
         self, slots: Sequence[GradientSlot], settings: CompressionSettings, is_nonfinite: torch.Tensor, step: int
     ) -> None:
-        """Count one reduction of some parameters, in this tally and in the parameters' slots.
+        """Count one reduction of some parameters, here and in the parameters' records (slots).
 
         ``is_nonfinite`` is a boolean tensor on the device. A step (counted from 0) counts at most once as not finite.
         """
@@ -80,7 +80,7 @@ class Tally:
             slot.reductions += 1
 
     def read(self) -> Counters:
-        """Return the counts so far."""
+        """Return the counts of bytes and steps so far. On a GPU, this waits for the device."""
         counted = int(self._nonfinite_before) + int(self._is_nonfinite_now)
         return replace(self._known, nonfinite_steps=self._known.nonfinite_steps + counted)
 
@@ -89,7 +89,8 @@ class Tally:
 class SplitGradients:
     """Data: the gradients of one rank and the memory for their mean, each as a whole and split into parameters.
 
-    ``rows`` are ``(1, elements)``, or under the form ``shard`` ``(ranks, elements of a shard)``.
+    ``rows`` are ``(1, elements)`` if each rank gets the whole mean, or ``(ranks, elements of a shard)`` if it gets its shard
+    only.
     """
 
     rows: torch.Tensor
@@ -112,7 +113,9 @@ class SplitGradients:
 
 
 class Averages:
-    """A service that averages gradients over the ranks of a group, with the compression of the settings."""
+    """Averages gradients over the ranks of a group, with the compression that the settings choose. The hooks of DDP and FSDP2
+    call it.
+    """
 
     def __init__(self, settings: CompressionSettings, form: Form) -> None:
         self.tally = Tally()
@@ -127,7 +130,8 @@ class Averages:
     def average(
         self, gradients: SplitGradients, slots: Sequence[GradientSlot], group: dist.ProcessGroup, step: int
     ) -> None:
-        """Average the gradients over ranks, in place. Slots are in the same order on all ranks.
+        """Average the gradients over ranks, in place. ``slots`` are the records of their parameters, in the same order on all
+        ranks.
 
         ``step`` is the number of the training step, for the counts.
         """

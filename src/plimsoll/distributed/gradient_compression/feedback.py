@@ -31,7 +31,8 @@ _MOST_FLOAT16 = torch.finfo(torch.float16).max
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offer:
-    """Data: what a rank offers to send for one parameter in one step: its gradient plus what it did not send earlier.
+    """Data: what a rank offers to send for one parameter in one step: its gradient plus the residual (what it did not send
+    earlier).
 
     ``values`` are float32 ``(rows, elements)``; they are zeros if the rank offers nothing. ``waiting`` equals ``values``, but
     if the rank offers nothing, it is the residual. ``is_not_finite`` is a tensor with one number, above 0 if the local gradient
@@ -47,12 +48,12 @@ class Offer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeedbackOutcome:
-    """Data: the result of reducing one parameter's offers over all ranks.
+    """Data: the result of averaging, over all ranks, what they offered to send for one parameter.
 
     Attributes:
-        mean: the mean over ranks of the values sent, flat. Under the form ``shard``, it is the mean of this rank's shard only.
+        mean: the mean over ranks of the values sent, flat. Under FSDP2, it is the mean of this rank's shard only.
         sent: what this rank sent, in the shape of the offered values.
-        factor: for ``powersgd``, the right factor that the slot keeps for the next step.
+        factor: for ``powersgd``, the right factor that is kept for the next step.
     """
 
     mean: torch.Tensor
@@ -61,9 +62,10 @@ class FeedbackOutcome:
 
 
 def offer(slot: GradientSlot, gradient: torch.Tensor, momentum: float) -> Offer:
-    """Make the offer for a gradient: add the residual to the gradient, and apply momentum before compression.
+    """Return what to send for a gradient: the gradient plus the residual (what was not sent earlier), with momentum if it is
+    not 0.
 
-    The gradient is ``(rows, elements)`` of any dtype. If ``momentum`` is 0, no momentum is applied.
+    The gradient is ``(rows, elements)`` of any dtype.
     """
     local = gradient.float()
     is_finite = local.isfinite().all()
@@ -84,10 +86,11 @@ def offer(slot: GradientSlot, gradient: torch.Tensor, momentum: float) -> Offer:
 
 
 def settle(offered: Offer, outcome: FeedbackOutcome, is_not_finite: torch.Tensor, row: int) -> torch.Tensor:
-    """Store in the slot what was not sent, and return the mean. If any rank's gradient was not finite, the mean is NaN.
+    """Store what was not sent in the parameter's record (slot), and return the mean. If any rank's gradient was not finite, the
+    mean is NaN.
 
-    ``is_not_finite`` is a tensor with one number, above 0 if any rank's gradient was not finite; then the slot's state does not
-    change. ``row`` is the row of the offer that ``mean`` is about: this rank's own row under the form ``shard``, otherwise 0.
+    ``is_not_finite`` is a tensor with one number, above 0 if any rank's gradient was not finite; then the stored state does not
+    change. ``row`` is the row of the offer that ``mean`` is about: this rank's own row under FSDP2, otherwise 0.
     """
     slot = offered.slot
     is_void = is_not_finite > 0
@@ -107,7 +110,8 @@ def settle(offered: Offer, outcome: FeedbackOutcome, is_not_finite: torch.Tensor
 
 
 def with_velocity(slot: GradientSlot, mean: torch.Tensor, momentum: float) -> torch.Tensor:
-    """Apply momentum to the mean of a parameter that is not compressed. Return the result, and store the momentum in the slot.
+    """Apply momentum to the mean of a parameter that is not compressed. Return the result, and store the momentum in the
+    parameter's record (slot).
 
     The optimizer has to run without momentum.
     """

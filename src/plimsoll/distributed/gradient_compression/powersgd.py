@@ -108,8 +108,8 @@ class LowRankMean:
         return state
 
     def _right_factor(self, slot: GradientSlot, device: torch.device) -> torch.Tensor:
-        """Return the factor to start from: the right factor of the slot's last step. Columns of zeros would stay zero for ever,
-        so they are drawn at random again.
+        """Return the factor to start from: the right factor of this parameter's last step. Columns of zeros would stay zero for
+        ever, so they are drawn at random again.
 
         In the first step, all columns are drawn.
         """

@@ -107,7 +107,9 @@ class Replicas:
             self._hook = state
 
     def attach(self, slots: list[GradientSlot], averages: Averages) -> None:
-        """Compress the model's gradients from now on. ``slots`` hold each parameter's state, in the order of ``parts``."""
+        """Compress the model's gradients from now on. ``slots`` are the records of the parameters, in the order of
+        ``parts``.
+        """
         if self._hook is None:
             self._hook = ReplicaHook(self._model)
             self._model.register_comm_hook(self._hook, reduce_bucket)
@@ -130,7 +132,7 @@ class Replicas:
 
 
 def twice() -> InvalidOption:
-    """Return the error to raise if the gradients of a model are to be compressed a second time."""
+    """Return the error to raise if ``compress_gradients`` is called for a model whose gradients are compressed already."""
     return InvalidOption(
         "The gradients of this model are compressed already.",
         why="what one compression left unsent would be lost to the other",

@@ -48,9 +48,10 @@ class ShardUnit:
         return next(iter(self.parameters.values())).device_mesh
 
     def parts(self, form: Form) -> list[GradientPart]:
-        """Return the parameters with the shapes of their reductions.
+        """Return the unit's parameters with the shapes of their gradients in a reduction.
 
-        For the form ``shard`` this is ``(ranks, elements of a padded shard)``, else the shape of this rank's padded shard.
+        If each rank gets its shard of the mean, the shape is ``(ranks, elements of a padded shard)``. Otherwise, it is the
+        shape of this rank's padded shard.
         """
         policy = self.module._get_fsdp_state()._mp_policy
         found, ranks = [], self.mesh.size()
@@ -143,7 +144,9 @@ class Shards:
                 )
 
     def attach(self, slots: list[GradientSlot], averages: Averages) -> None:
-        """Compress the model's gradients from now on. ``slots`` hold each parameter's state, in the order of ``parts``."""
+        """Compress the model's gradients from now on. ``slots`` are the records of the parameters, in the order of
+        ``parts``.
+        """
         remaining = iter(slots)
         for unit in self._units:
             own = [next(remaining) for _ in unit.parameters]

@@ -39,7 +39,8 @@ _INDEX_BYTES = torch.int32.itemsize
 def dense_bytes(elements: int, dtype: torch.dtype, ranks: int, form: Form) -> int:
     """Return the bytes that one rank sends to reduce an uncompressed gradient.
 
-    The reduction is an all-reduce for the form ``mean``, and a reduce-scatter for the form ``shard``.
+    The reduction is an all-reduce if each rank gets the whole mean (form ``mean``), and a reduce-scatter if it gets its shard
+    (form ``shard``).
     """
     passes = 2 if form == "mean" else 1
     return passes * elements * dtype.itemsize * (ranks - 1) // ranks
@@ -48,7 +49,7 @@ def dense_bytes(elements: int, dtype: torch.dtype, ranks: int, form: Form) -> in
 def compressed_bytes(method: Method, shape: Sequence[int], dtype: torch.dtype, ranks: int, form: Form) -> int:
     """Return the bytes that one rank sends to reduce a compressed gradient.
 
-    For the form ``shard``, ``shape`` is ``(ranks, elements of a padded shard)``.
+    If each rank gets only its shard of the mean (form ``shard``), ``shape`` is ``(ranks, elements of a padded shard)``.
     """
     if method.kind == "powersgd":
         rows, columns, rank = factors_of(shape, method.rank)
@@ -120,7 +121,9 @@ class GradientSlot:
         return compressed_bytes(settings.method, self.shape, self.dtype, self.ranks, self.form)
 
     def is_due(self, settings: CompressionSettings) -> bool:
-        """Return whether the next reduction of this gradient is compressed."""
+        """Return whether the next reduction of this gradient is compressed: it is compressed at all, and its warm-up is
+        over.
+        """
         return self.is_compressed and self.reductions >= settings.warmup_steps
 
     @property

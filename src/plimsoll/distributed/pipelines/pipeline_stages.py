@@ -299,9 +299,7 @@ class ScheduleAttachment(RemovedAtEnd):
         )
 
     def _take(self, mine: Standing, made: RankPlan) -> None:
-        """Apply the plans that this rank and its replicas (ranks with the same stages) agreed on. ``made`` are this rank's own
-        plans.
-        """
+        """Apply the plans that all ranks with the same stages agreed on. ``made`` are this rank's own plans."""
         assert self._planner is not None
         plans, self._seconds = self._agreement.adopt(mine, made)
         self._made = RankPlan(plans, self._planner.peak_of(plans), made.seconds)
@@ -335,7 +333,7 @@ class ScheduleAttachment(RemovedAtEnd):
         self._watch = OptimizerWatch(trained, self._optimizers, lambda: step.note(OPTIMIZER))
 
     def _stop_measuring(self) -> None:
-        """End the measurement of a step. ``_settle`` reads its result."""
+        """End the measurement of a step. ``_settle``, which runs after each measured step, reads its result."""
         step, self._measuring = self._measuring, None
         if step is not None:
             self._measured = step if step.end() else None
@@ -420,13 +418,13 @@ def attach_schedule(
     """Keep all stages of this rank together under ``budget`` while ``schedule.step`` trains.
 
     Call this function on all ranks of the job. The first training step traces each stage on this rank alone, and runs at the
-    lowest memory that the engine can reach. From the second step on, the stages run the cheapest plans under the budget, for
-    the number of micro-batches that the schedule has in flight (between forward and backward) on this rank. ``schedule.eval``
-    is not changed.
+    lowest memory that the engine (the code that runs plans) can reach. From the second step on, the stages run the cheapest
+    plans under the budget, for the number of micro-batches that the schedule has in flight (between forward and backward) on
+    this rank. ``schedule.eval`` is not changed.
 
     Args:
         schedule: a schedule of ``torch.distributed.pipelining``, with its stages and ``loss_fn``; its stages' modules must be
-            unmanaged.
+            unmanaged (without a plan).
         budget: bytes per rank, as for ``plimsoll.plan``: everything that its stages take together during a whole
             ``schedule.step`` and the optimizer's step, including receive buffers, kept outputs and optimizer state.
         optimizer: one or several optimizers, whose state counts from the start. Without this argument, the first step measures

@@ -24,18 +24,18 @@ from plimsoll.session.rendezvous.world import World
 from plimsoll.units import budget_text, format_bytes
 
 _HALVINGS = 7
-"""The number of steps of the bisection.
+"""The number of steps of the bisection that finds the budget of each stage.
 
-They find the budget to within a hundredth of the range between floor (the smallest reachable peak) and unmanaged peak.
+They find it to within a hundredth of the range between the lowest reachable peak and the peak without a plan.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class RankPlan:
-    """Data: the plans of one rank. It has one plan per stage, the peak of all stages together on this rank, and each stage's
-    seconds per micro-batch.
+    """Data: the plans of one rank: one plan per stage, the peak of all stages together on this rank, and each stage's seconds
+    per micro-batch.
 
-    The peak includes the planner's ``beside_bytes``.
+    The peak includes the bytes that the rank holds in addition to its stages.
     """
 
     plans: dict[int, Plan]
@@ -151,15 +151,14 @@ class StageAgreement(Agreement):
         super().__init__(conversation, _TOPIC)
 
     def compare(self, mine: Standing) -> tuple[Standing, bool]:
-        """Exchange standings (each rank's stages, room and success) with all ranks.
+        """Exchange data with all ranks: each rank's stages, the bytes that its plans may take, and whether its last step kept
+        to its budget.
 
-        Return two results. The first is this rank's standing, with the smallest ``room_bytes`` among its replicas. The second
-        is True if the last step of each rank was within its budget.
-
-        A replica is a rank with the same stages.
+        Return two results. The first is this rank's data, with the smallest ``room_bytes`` (bytes that plans may take) among
+        all ranks with the same stages. The second is True if the last step of each rank was within its budget.
 
         Raises:
-            RanksDiffer: replicas of a stage have different models.
+            RanksDiffer: ranks with the same stage have different models.
             RankMissing: a rank did not answer.
         """
         everyone = self.all_of("standing", mine, Standing)

@@ -209,9 +209,9 @@ def _unreadable(schedule: Schedule) -> InvalidModel:
 
 
 class Wrapped:
-    """Replaces the method ``owner.name`` on one object, without changing its class, until ``remove``.
+    """Replaces the method ``name`` of the object ``owner`` by ``run``, until ``remove``. The object's class does not change.
 
-    A call of the method calls ``run`` with the original method, then the arguments.
+    ``run`` gets the original method, then the arguments of the call.
     """
 
     def __init__(self, owner: object, name: str, run: Callable[..., Any]) -> None:

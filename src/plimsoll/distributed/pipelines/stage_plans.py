@@ -60,7 +60,7 @@ def apply_stages(
         timeout_seconds: how long ranks wait for each other.
 
     Returns:
-        A handle with ``plans``, whose regions have the names of the stages' modules, and ``remove()``.
+        A handle with ``plans``, whose regions (planned modules) have the names of the stages' modules, and ``remove()``.
 
     Raises:
         PlanMismatch: a region is not in the stage, the device is of another kind, or the schedule has more micro-batches in
@@ -92,7 +92,9 @@ def apply_stages(
 
 
 def _assigned(rank: RankSchedule, plans: Mapping[int, Plan] | str | Path) -> dict[int, Plan]:
-    """Return the plans of this rank by stage. Their regions get the names that they have in the stages' modules."""
+    """Return the plans of this rank by stage. Their regions (planned modules) get the names that they have in the stages'
+    modules.
+    """
     if isinstance(plans, str | Path):
         mine = _read(rank, Path(plans))
     else:
@@ -132,7 +134,9 @@ def _check_stages(rank: RankSchedule, plans: object) -> None:
 
 
 def _read(rank: RankSchedule, directory: Path) -> dict[int, Plan]:
-    """Read the plan files of this rank, and return the plans by stage. A file belongs to the one stage that has its regions."""
+    """Read the plan files of this rank, and return the plans by stage. A file belongs to the one stage that has its regions
+    (planned modules).
+    """
     paths = sorted(directory.glob(f"rank-{rank.rank}-stage-*.json"))
     if not paths:
         raise PlanFileError(
@@ -156,7 +160,8 @@ def _read(rank: RankSchedule, directory: Path) -> dict[int, Plan]:
 
 
 def renamed(plan: Plan, module: nn.Module, what: str) -> Plan:
-    """Return a plan whose regions are renamed to paths in a stage's module. The given plan may be for the whole model.
+    """Return a plan whose regions (planned modules) are renamed to paths in a stage's module. The given plan may be for the
+    whole model.
 
     ``what`` is the name of the stage in errors.
 
@@ -191,7 +196,7 @@ def _missing(plan: Plan, module: nn.Module) -> list[str]:
 
 
 def _places(name: str, module: nn.Module) -> list[str]:
-    """Return the paths of the modules that a region's name matches.
+    """Return the paths of the modules that the name of a region (planned module) matches.
 
     This is the name itself if it is a path. Else it is the longest path that is an end of the name. Else it is all paths that
     end with the name.

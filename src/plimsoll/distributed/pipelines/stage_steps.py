@@ -136,11 +136,12 @@ def _with_received(trace: Trace) -> Trace:
 
 
 class StageStep:
-    """A traced stage that can be planned, with at most ``in_flight`` micro-batches between forward and the end of backward.
+    """A traced pipeline stage that can be planned, with at most ``in_flight`` micro-batches between forward and the end of
+    backward.
 
     Each finished micro-batch leaves ``left_bytes`` until the step ends. Then outputs of ``merged_bytes`` are concatenated.
-    ``known_choices`` remembers the choices (what a region keeps or recomputes) that were generated for regions of other stages,
-    which speeds up planning. The choices of this stage are added to it.
+    ``known_choices`` remembers the choices (what a module call keeps or recomputes) that were generated for other stages, which
+    speeds up planning. The choices of this stage are added to it.
     """
 
     def __init__(
@@ -177,7 +178,7 @@ class StageStep:
         return solve(self.planner, budget_bytes=budget_bytes)
 
     def under(self, plan: Plan) -> Simulation:
-        """Simulate the step under a given plan, and return the simulation."""
+        """Simulate the stage's step under a given plan, and return the simulation (bytes at each instant, and seconds)."""
         return run_choices(self.planner.index, choices_of(self.planner.index, plan.regions))
 
     def memory(self, simulation: Simulation) -> StageMemory:
@@ -235,7 +236,9 @@ def split_backward(simulation: Simulation) -> tuple[int, int]:
     end = index.handover
 
     def reach(until: int, more_bytes: int) -> None:
-        """Advance the running peak to an instant, with ``more_bytes`` in addition to the bytes that a whole backward holds."""
+        """Advance the running peak in memory to an instant of the step, where ``more_bytes`` exist in addition to the bytes of
+        a whole backward.
+        """
         nonlocal peak_bytes, end
         peak_bytes = max(peak_bytes, int(simulation.curve[end:until].max(initial=0)) + more_bytes)
         end = max(end, until)
@@ -264,7 +267,7 @@ class _Between:
     def kept_bytes(self, seen: set[int]) -> int:
         """Return the bytes of this region's kept storages, without those in ``seen``. Then add the storages to ``seen``.
 
-        So each storage counts once over all regions.
+        So each storage counts once over all regions (planned modules).
         """
         fresh = self.kept.keys() - seen
         seen |= fresh

@@ -75,7 +75,8 @@ def host_seconds(spec: OpSpec, device: Device, layout: Layout | None) -> float:
 def host_forms(trace: Trace, device: Device) -> Forms:
     """Return the forms that Plimsoll itself may use to hold saved values of the blocks (regions) on the host.
 
-    A form is a way to store a value. The last block keeps its values, because no later block hides its transfers.
+    A form (codec or offload) is a way to store a value. The last block keeps its values, because no later block hides its
+    transfers.
 
     Example:
         >>> host_forms(trace, find_device("H100")).link.name  # doctest: +SKIP
@@ -90,7 +91,8 @@ def host_forms(trace: Trace, device: Device) -> Forms:
 def host_forms_of_switches(trace: Trace, device: Device) -> Forms:
     """Return the forms that a framework's own switches may use to hold saved values of the blocks on the host.
 
-    A form is a way to store a value. All blocks have such forms, the last block included, for values of any size.
+    A form (codec or offload) is a way to store a value. All blocks have such forms, the last block included, for values of any
+    size.
 
     Raises:
         InvalidLayout: the catalogue does not list a host link for this device.

@@ -61,8 +61,8 @@ class _Failure(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 
 class _Turn(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """A rank's message in one exchange, as data: the name of the step that the rank is in, the payload, and the rank's failure
-    if it failed.
+    """Data: a rank's message in one exchange between ranks: the name of the step that the rank is in, the content of the
+    message, and the rank's failure if it failed.
     """
 
     step: str
@@ -267,7 +267,7 @@ def _named(ranks: Sequence[int]) -> str:
 _CPU = torch.device("cpu")
 _NO_TIME = datetime.timedelta(milliseconds=1)
 _TAG = 20_873
-"""A message tag that no message is ever sent with."""
+"""A message tag that no message is ever sent with, so that a receive with this tag times out."""
 _KINDS = range(32, 256)
 """The numbers of kinds of backends that torch does not use itself: torch numbers kinds in one byte and names only the first
 few.

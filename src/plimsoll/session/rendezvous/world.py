@@ -178,9 +178,10 @@ def _meshes_of(model: nn.Module) -> list[DeviceMesh]:
 
 
 def _widest(spans: Sequence[tuple[int, ...]]) -> tuple[int, ...] | None:
-    """Return the span that contains all others, or None (all ranks) if spans cross, as a row and a column do.
+    """Return the group of ranks that contains all the other groups. Return None, which means all ranks, if groups cross each
+    other, as a row and a column of a device mesh do.
 
-    With crossing groups each rank sees different spans, but "all ranks" is the same everywhere.
+    With crossing groups each rank sees different groups, but "all ranks" is the same everywhere.
     """
     widest = max(spans, key=len, default=None)
     if widest is None or any(not set(ranks) <= set(widest) for ranks in spans):

@@ -45,14 +45,15 @@ from plimsoll.tracing.compiled.units import Unit, install_alone
 from plimsoll.tracing.meters.memory import storage_of
 
 Stretch = tuple[Phase, int]
-"""A part of a unit's forward or backward, between regions inside the unit that run eagerly. It is a pair of the phase and the
-number of such regions before the part, in forward's order.
+"""A part of a compiled module's forward or backward, between regions (planned modules) inside it that run eagerly.
+
+It is a pair of the phase and the number of such regions before the part, in forward's order.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class CompiledPart:
-    """Data about the compilation of one call of a unit.
+    """Data about the compilation of one call of a unit (compiled module).
 
     ``graphs`` are the joint graphs in forward order. ``statics`` has, for each graph, the inputs that are parameters or
     buffers.
@@ -62,10 +63,12 @@ class CompiledPart:
     graphs: tuple[JointGraph, ...]
     statics: tuple[frozenset[fx.Node], ...]
     copied: Collection[str] = ()
-    """Names of inputs that backward reads as copies, because other code changes the inputs (see `Partitioner.changed`)."""
+    """Names of inputs of the compiled graphs that backward reads as copies, because other code changes the inputs before (see
+    `Partitioner.changed`).
+    """
 
     def outer(self, name: str) -> str:
-        """Return the path in the whole model of a module that is inside of the unit."""
+        """Return the path in the whole model of a module that is inside of the unit (compiled module)."""
         return ".".join(part for part in (self.path, name) if part)
 
 
@@ -82,14 +85,23 @@ class UnitPlace:
     part: CompiledPart
     inner: tuple[RegionCall, ...]
     ops: dict[int, Stretch] = field(default_factory=dict)
-    """A mapping from tick to stretch, for the unit's own ops in the eager step."""
+    """A mapping from tick (position among the ops) to stretch, for the own ops of this compiled module in the eager step.
+
+    A stretch is a part of the module's forward or backward, between regions (planned modules) inside it that run eagerly.
+    """
     stretch_of: tuple[int, ...] = ()
     forward: dict[Kernel, int] = field(default_factory=dict)
     backward: dict[Kernel, int] = field(default_factory=dict)
     ends: dict[Stretch, int] = field(default_factory=dict)
-    """A mapping from stretch to the tick where the kernels of the stretch end."""
+    """A mapping from stretch (part of the compiled module's forward or backward) to the tick (position among the ops) where the
+    stretch's kernels end.
+
+    A tick is a position among the step's ops.
+    """
     made: dict[Stretch, list[int]] = field(default_factory=dict)
-    """A mapping from stretch to the storages that ops of the unit made for others."""
+    """A mapping from stretch (part of the compiled module's forward or backward) to the storages that its ops made for
+    others.
+    """
 
     @classmethod
     def of(cls, call: RegionCall, eager: Trace, part: CompiledPart) -> UnitPlace:
@@ -114,11 +126,11 @@ class UnitPlace:
         return place
 
     def _assigned(self, modules: Mapping[int, set[str]]) -> tuple[int, ...]:
-        """Return a tuple with the number of the stretch that each graph of the unit belongs to. ``modules`` maps a stretch to
-        the modules that ran in it.
+        """Return a tuple with the number of the stretch that each graph of the compiled module belongs to.
 
-        If there are as many graphs as stretches, the position decides. Otherwise a graph gets the stretch that shares most
-        modules with it, in order.
+        A stretch is a part of the module's forward or backward, between regions inside it that run eagerly. ``modules`` maps a
+        stretch to the modules that ran in it. If there are as many graphs as stretches, the position decides. Otherwise a graph
+        gets the stretch that shares most modules with it, in order.
         """
         graphs, stretches = self.part.graphs, sorted(modules) or [0]
         if len(graphs) == len(stretches):
@@ -131,8 +143,9 @@ class UnitPlace:
         return tuple(found)
 
     def kernels(self, stretch: Stretch) -> list[Kernel]:
-        """Return the kernels to insert at a stretch: the kernels of its graphs, and kernels of earlier stretches that were not
-        placed yet.
+        """Return the kernels to insert in a stretch, which is a part of the compiled module's forward or backward.
+
+        They are the kernels of its graphs, and kernels of earlier stretches that were not placed yet.
         """
         phase, at = stretch
         is_backward = phase is Phase.BACKWARD

@@ -1,10 +1,10 @@
 """Make the trace of a step whose compiled parts run as kernels: take the trace of the eager step, and replace the ops of each
 compiled part.
 
-The eager step shows what is outside of compiled parts, which regions run eagerly, and how long parameters, batch, gradients and
-the optimizer's state live. A compiled part is a joint graph (forward and backward in one graph), or several if the graph
-breaks. Its kernels replace the ops that the part ran eagerly: forward kernels in its forward, backward kernels in its backward.
-Its inputs and outputs keep their storages. Storages inside the part belong to the graph.
+The eager step shows what is outside of compiled parts, which regions (planned modules) run eagerly, and how long parameters,
+batch, gradients and the optimizer's state live. A compiled part is a joint graph (forward and backward in one graph), or
+several if the graph breaks. Its kernels replace the ops that the part ran eagerly: forward kernels in its forward, backward
+kernels in its backward. Its inputs and outputs keep their storages. Storages inside the part belong to the graph.
 
 Each region of a part becomes a region call. Its slots (saved tensors) are the buffers that backward reads. If a fused kernel is
 the last reader of a buffer and makes an output of equal size, the output is written into that buffer, as inductor does.
@@ -41,8 +41,8 @@ def with_compiled(eager: Trace, parts: Parts, device: torch.device | None) -> Tr
     """Return a copy of the eager trace, where kernels replace the ops of the compiled units. If ``device`` is given, the
     kernels are timed on it.
 
-    The regions of the eager trace are the units and the regions planned next to them. A unit that torch.compile has not
-    compiled keeps what it saves.
+    The regions (planned modules) of the eager trace are the units (compiled modules) and the regions planned next to them. A
+    unit that torch.compile has not compiled keeps what it saves.
     """
     weaver = _Weaver(eager, parts)
     weaver.weave()
@@ -71,15 +71,17 @@ class _Weaver:
         self.storages: list[Storage] = []
         self.regions: list[RegionCall] = []
         self._new: list[int] = []
-        """A list with the new tick of each old tick. For the tick of a replaced op, it is the tick where the unit's kernels
-        end.
+        """A list with the new tick (position among the ops) of each old tick. For the tick of a replaced op, it is the tick
+        where the unit's kernels end.
         """
         self._moments: dict[int, int] = {}
-        """A mapping from the old tick of the first op that kernels replace to the new tick where these kernels begin."""
+        """A mapping from the old tick (position among the ops) of the first op that kernels replace to the new tick where these
+        kernels begin.
+        """
 
     def weave(self) -> None:
-        """Fill the lists of the new trace: first the ops in order, then the storages, then the regions. The optimizer's
-        storages come last, as in every trace.
+        """Fill the lists of the new trace: first the ops in order, then the storages, then the regions (planned modules). The
+        optimizer's storages come last, as in every trace.
         """
         self._order()
         optimizers = [s for s in self.eager.storages if self._is_optimizers(s)]
@@ -133,18 +135,21 @@ class _Weaver:
     def new_tick(self, old: int) -> int:
         """Return the tick (position among the ops of the new trace) of an op of the eager step, given by its old tick.
 
-        For a replaced op, it is the tick where the kernels of its unit end.
+        For a replaced op, it is the tick where the kernels of its unit (compiled module) end.
         """
         return old if old < 0 else self._new[min(old, len(self._new) - 1)]
 
     def moment(self, old: int) -> int:
-        """Return the tick in the new trace that lies before an op of the eager step. For the first op that kernels replace, it
-        lies before these kernels.
+        """Return the tick (position among the ops) in the new trace where an op of the eager step begins.
+
+        For the first op that kernels replace, it is the tick where these kernels begin.
         """
         return self._moments.get(old, self.new_tick(old))
 
     def _moved(self, call: RegionCall, kept: Mapping[int, int]) -> RegionCall:
-        """Return a copy of an eager region's call, with all its ticks changed to ticks of the new trace."""
+        """Return a copy of the call of an eager region (planned module), with all its ticks (positions among the ops) changed
+        to ticks of the new trace.
+        """
         graph, replace = call.graph, msgspec.structs.replace
         moved = RegionGraph(
             values=tuple(replace(value, storage=kept.get(value.storage, -1)) for value in graph.values),
@@ -171,7 +176,9 @@ class _Weaver:
         )
 
     def _obstacle(self, call: RegionCall) -> str:
-        """Return the reason why the engine cannot manage a region that runs eagerly, or "" if it can."""
+        """Return the reason why the engine (the code that runs plans) cannot manage a region (planned module) that runs
+        eagerly, or "" if it can.
+        """
         around = next((place.part for place in self.places.values() if call in place.inner), None)
         if around is not None and not around.path:
             return "is part of a model that torch.compile compiles as a whole"
@@ -208,7 +215,9 @@ class _Weaver:
 
 
 class _Piece:
-    """Adds to the new trace what belongs to one call of a unit (a module under torch.compile): its storages and its regions."""
+    """Adds to the new trace what belongs to one call of a unit (a module under torch.compile): its storages and its regions
+    (planned modules).
+    """
 
     def __init__(self, weaver: _Weaver, place: UnitPlace, kept: Mapping[int, int]) -> None:
         self.weaver, self.place, self.kept = weaver, place, kept
@@ -227,14 +236,14 @@ class _Piece:
         self._aliases: dict[fx.Node, fx.Node] = {}
         """A mapping from an input of a later graph to the node of an earlier graph that makes it."""
         self._handed_back: dict[fx.Node, int] = {}
-        """A mapping from a gradient that a later graph makes for an earlier graph to the tick where the earlier graph's
-        backward ends.
+        """A mapping from a gradient that a later graph makes for an earlier graph to the tick (position among the ops) where
+        the earlier graph's backward ends.
         """
         self._lasting = {n for graph in self.graphs for n in (*graph.forward_outputs, *graph.gradients)}
         self._made_in_backward = {node for node, kernel in self.maker.items() if kernel.is_backward}
 
     def build(self) -> None:
-        """Add this unit's storages and region calls to the step."""
+        """Add this unit's storages and region calls (calls of planned modules) to the step."""
         self._match_inputs()
         self._hold_tangents()
         self._match_outputs()
@@ -360,7 +369,7 @@ class _Piece:
     def _close_lives(self) -> None:
         """End the life of each buffer after its last reader in its own phase (forward or backward).
 
-        If backward outside of regions reads a buffer, the buffer lives until then.
+        If backward outside of regions (planned modules) reads a buffer, the buffer lives until then.
         """
         storages = self.weaver.storages
         for node, kernel in self.maker.items():
@@ -375,8 +384,8 @@ class _Piece:
             storages[storage.id] = msgspec.structs.replace(storage, dies=dies, is_overwritten=is_overwritten)
 
     def _ends(self, node: fx.Node, readers: Sequence[Kernel]) -> tuple[int, bool]:
-        """Return the tick when a buffer is freed, which is when the last of ``readers`` has run. Return also whether that
-        kernel writes an output of its own into the buffer.
+        """Return the tick (position among the ops) when a buffer is freed, which is when the last of ``readers`` has run.
+        Return also whether that kernel writes an output of its own into the buffer.
         """
         if not readers:
             return 0, False
@@ -408,7 +417,9 @@ class _Piece:
             self._region(name)
 
     def _region(self, name: str) -> None:
-        """Add one region of the unit to the new trace: its ops, storages, saved tensors and graph."""
+        """Add one region (planned module) of the unit (compiled module) to the new trace: its ops, storages, saved tensors and
+        graph.
+        """
         forward = [k for k in self.place.forward if k.region == name]
         backward = [k for k in self.place.backward if k.region == name]
         index = len(self.weaver.regions)
@@ -435,7 +446,7 @@ class _Piece:
         )
 
     def _is_called_alone(self) -> bool:
-        """Return True if this unit is a block that the step calls once and that is compiled as one graph.
+        """Return True if this unit (compiled module) is a block that the step calls once and that is compiled as one graph.
 
         Then saved-tensor hooks around it see only what this graph saves.
         """
@@ -443,8 +454,8 @@ class _Piece:
         return bool(self.place.part.path) and len(calls) == len(self.graphs) == 1 and not self.place.inner
 
     def _graph(self, name: str, forward: Sequence[Kernel], backward: Sequence[Kernel]) -> RegionGraph:
-        """Return the graph of a region. Its ops are kernels, one for each buffer that can be recomputed alone; its values are
-        buffers.
+        """Return the graph of a region (planned module). Its ops are kernels, one for each buffer that can be recomputed alone;
+        its values are buffers.
         """
         values: dict[fx.Node, Value] = {}
         runs = [(again, self.ticks[kernel]) for kernel in forward for again in kernel.again]
@@ -486,7 +497,7 @@ class _Piece:
         return RegionGraph(values=tuple(values.values()), ops=ops, slots=slots, outputs=outputs, backward_order=order)
 
     def _slots(self, backward: Sequence[Kernel], value: Callable[[fx.Node], int]) -> tuple[Slot, ...]:
-        """Return a slot for each forward buffer that these backward kernels read.
+        """Return a slot (saved tensor) for each forward buffer that these backward kernels read.
 
         Slots are ordered by the last use in forward.
         """
@@ -508,17 +519,16 @@ class _Piece:
         )
 
     def _held_elsewhere(self, kernel: Kernel) -> str:
-        """Return the obstacle "is read by another region" if that holds for the backward of another region and an output of the
-        kernel, else "".
+        """Return a text that says that another region reads an output of the kernel in its backward, or "" if none does.
 
-        Such an output is saved for all its readers.
+        A region is a planned module. Such an output is saved for all its readers, so it is not recomputed.
         """
         readers = (reader for node in kernel.writes for reader in self.readers[node])
         return "is read by another region" if any(r.is_backward and r.region != kernel.region for r in readers) else ""
 
     def _leaves(self, node: fx.Node, region: str) -> bool:
-        """Return True if a buffer is an output of its region: the forward of another region, or the caller of the unit, uses
-        it.
+        """Return True if a buffer is an output of its region (planned module): another region's forward, or the caller of the
+        compiled module, uses it.
         """
         return any(r.region != region and not r.is_backward for r in self.readers[node]) or any(
             node in graph.forward_outputs for graph in self.graphs

@@ -118,7 +118,7 @@ class CompileCall:
 
     def _compile(self, **how: Any) -> Callable[..., Any]:
         """Return a function that calls a module (its first argument) as compiled code. It is compiled separately from the
-        user's compilations, without a recompile limit, and with nested regions inlined.
+        user's compilations, without a recompile limit, and with ``nested_compile_region`` inlined.
 
         Beyond the limit, torch would run the module uncompiled, which keeps everything. Nested regions become part of the
         surrounding graph, where each use is decided on separately.
@@ -242,8 +242,8 @@ class _RefuseOthers:
 
 
 def _called(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Takes the place of the function that marks a nested region for Dynamo: call ``function`` directly, so that its code
-    becomes part of the surrounding graph.
+    """Takes the place of the function that marks a ``nested_compile_region`` for Dynamo: call ``function`` directly, so that
+    its code becomes part of the surrounding graph.
     """
     return function(*args, **kwargs)
 
@@ -294,15 +294,15 @@ class Unit:
     wrapper: nn.Module | None = None
 
     def holds(self, region: str) -> bool:
-        """Return True if the region with this path is compiled together with this module."""
+        """Return True if the region (planned module) with this path is compiled together with this module."""
         return not self.path or region == self.path or region.startswith(self.path + ".")
 
     def touches(self, region: str) -> bool:
-        """Return True if this module contains the region, or is inside the region."""
+        """Return True if this module contains the region (planned module), or is inside the region."""
         return self.holds(region) or not region or self.path.startswith(region + ".")
 
     def local(self, region: str) -> str:
-        """Return the path of a region inside this module, relative to this module."""
+        """Return the path of a region (planned module) inside this module, relative to this module."""
         return region[len(self.path) :].lstrip(".") if self.path else region
 
 
@@ -342,11 +342,11 @@ def find_units(model: nn.Module) -> tuple[Unit, ...]:
 def split_regions(
     model: nn.Module, units: Sequence[Unit], patterns: Sequence[str] | None
 ) -> tuple[dict[str, tuple[str, ...]], dict[str, nn.Module]]:
-    """Return two mappings: from a unit's path to the paths of the regions that are compiled in the unit, and from path to
-    module for the regions that run eagerly.
+    """Return two mappings: from the path of a compiled module (unit) to the paths of the regions inside that are compiled with
+    it, and from path to module for the regions that run eagerly.
 
-    A unit without a region is a region itself. If a region has units inside, the parts around the units replace it. Parts of a
-    unit that torch.compiler.disable excludes run eagerly.
+    A region is a planned module. A unit without a region is a region itself. If a region has units inside, the parts around the
+    units replace it. Parts of a unit that torch.compiler.disable excludes run eagerly.
     """
     paths = [unit.path for unit in units]
     held: dict[str, tuple[str, ...]] = dict.fromkeys(paths, ())
@@ -384,7 +384,7 @@ def _compiled_reducer() -> InvalidModel:
 
 
 def _refusal(unit: Unit) -> InvalidModel | None:
-    """Return an error that says why a unit does not support a plan, or None if it supports one."""
+    """Return an error that says why a unit (compiled module) does not support a plan, or None if it supports one."""
     what = f"{type(unit.module).__name__} ({unit.path})" if unit.path else type(unit.module).__name__
     if unit.call.backend != INDUCTOR:
         return InvalidModel(

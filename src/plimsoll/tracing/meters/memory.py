@@ -49,8 +49,8 @@ _prepare_profiler, _enable_profiler, _disable_profiler = (
 )
 _Allocation: Any = internal("torch._C._profiler._ExtraFields_Allocation")
 _MEMORY_ALONE: Any = internal("torch._C._profiler.RecordScope.STATIC_RUNTIME_MODEL")
-"""A scope of the profiler where our code never runs, so that only memory events are logged. That takes a tenth of time and
-space.
+"""A scope of torch's profiler. Plimsoll's code never runs in it, so only memory events are logged. That takes a tenth of the
+time and space.
 """
 _KINETO_LOG_LEVEL = "KINETO_LOG_LEVEL"
 _KINETO_SILENT = "99"
@@ -255,9 +255,8 @@ class _CpuMeter:
     running: ClassVar[weakref.ref[_CpuMeter] | None] = None
     """The meter that has started the profiler last, unless it has stopped."""
     _starts: ClassVar[int] = 0
-    """How often a meter has started the profiler, which exists once per process.
-
-    It belongs to the meter that started it last.
+    """How often a meter has started torch's profiler. The profiler exists once per process, and belongs to the meter that
+    started it last.
     """
 
     def __init__(self, held: Iterable[torch.Tensor] | None) -> None:

@@ -32,12 +32,12 @@ _LEAD_SECONDS = 100e-6
 host's usual time to launch an op.
 """
 _MOST_LEAD_SECONDS = 20e-3
-"""The longest such sleep in seconds.
+"""The longest time in seconds that a CUDA stream sleeps while the host launches a timed op.
 
 If the host takes longer for an op, the op itself waits for the device, because it reads a value.
 """
 _RATE_CYCLES = 1 << 20
-"""The number of cycles of a sleep that measures the clock rate.
+"""The number of cycles that a CUDA stream sleeps to measure its clock rate.
 
 It takes about half a millisecond, and a launch is 2% of that.
 """

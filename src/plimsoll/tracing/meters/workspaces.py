@@ -28,9 +28,10 @@ from plimsoll.tracing.torch_internals import free_cublas_workspaces
 
 
 class WorkspaceMeter:
-    """The base class of workspace meters. It measures nothing itself, and serves fake traces and runs that only add timings.
+    """The base class of workspace meters. It measures nothing itself. It is used for fake tensors, and for runs that only time
+    ops.
 
-    ``bytes`` maps the cost key of an op to the bytes of its workspace.
+    ``bytes`` maps the cost key (an op with its shapes) of an op to the bytes of its workspace.
     """
 
     def __init__(self) -> None:

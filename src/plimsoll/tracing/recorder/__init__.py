@@ -1,1 +1,3 @@
-"""Records ATen calls as ops that read and write versions of storages. Traces and recipes are made from this log."""
+"""Records ATen calls as ops that read and write versions of storages. Traces and recipes (ops that rebuild a value) are made
+from this log.
+"""

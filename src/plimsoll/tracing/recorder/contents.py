@@ -1,5 +1,5 @@
 """Store the contents of containers, generators, objects and iterators that a model holds, to any depth, and restore them after
-a trial step.
+a trial step (run only to plan or verify).
 
 Containers, random generators and attributes of objects are restored in place. Python cannot rewind an iterator, so a trial step
 runs on a replacement: an exact copy if Python can make one, otherwise an iterator that raises when it is advanced.
@@ -349,7 +349,9 @@ def put_back_entries(held: dict[Any, Any], kept: Mapping[Any, Any], but: frozens
 
 
 def lent(batch: Any) -> Any:
-    """Return a copy of the batch with its iterators replaced, so that a trial step does not advance the user's iterators."""
+    """Return a copy of the batch with its iterators replaced, so that a trial step (run only to plan or verify) does not
+    advance the user's iterators.
+    """
     known: dict[int, Any] = {}
     return tree_map(lambda leaf: _with_stand_ins(leaf, known), batch)
 
@@ -361,8 +363,8 @@ def _is_iterator(value: Any) -> bool:
 
 
 def _with_stand_ins(value: Any, known: dict[int, Any]) -> Any:
-    """Return what a trial step gets in place of a value: a replacement for an iterator or for a tuple with iterators, otherwise
-    the value itself.
+    """Return what a trial step (run only to plan or verify) gets in place of a value: a replacement for an iterator or for a
+    tuple with iterators, otherwise the value itself.
 
     ``known`` maps the ``id`` of an iterator to its replacement, so that the same iterator gets the same replacement.
     """
@@ -376,7 +378,9 @@ def _with_stand_ins(value: Any, known: dict[int, Any]) -> Any:
 
 
 def _stand_in(iterator: Any) -> Any:
-    """Return what a trial step may advance in place of an iterator: an exact copy, or an iterator that raises."""
+    """Return what a trial step (run only to plan or verify) may advance in place of an iterator: an exact copy, or an iterator
+    that raises.
+    """
     if type(iterator) in _COPIED:
         try:
             with warnings.catch_warnings():  # Python 3.12 warns that from 3.14 on counts cannot be copied

@@ -31,11 +31,11 @@ EVALUATION = "evaluation"
 def fingerprint(model: nn.Module, regions: Iterable[str] = ()) -> str:
     """Return a text such as ``LlamaForCausalLM-1a2b3c4d5e6f``: the model's class, and a hash of its structure.
 
-    The structure is the class of each submodule, properties of each parameter and buffer, and the names of the regions. Only
-    the name of a class counts: its file differs where it runs as a script. The properties are name, shape, dtype and
-    ``requires_grad``. A tied parameter counts under each of its names. For a DTensor, the global shape counts, with placements
-    and mesh shape, which are the same on all ranks. Wrappers around the model by ``DistributedDataParallel`` and torch.compile
-    do not count.
+    The structure is the class of each submodule, properties of each parameter and buffer, and the names of the regions (planned
+    modules). Only the name of a class counts: its file differs where it runs as a script. The properties are name, shape, dtype
+    and ``requires_grad``. A tied parameter counts under each of its names. For a DTensor, the global shape counts, with
+    placements and mesh shape, which are the same on all ranks. Wrappers around the model by ``DistributedDataParallel`` and
+    torch.compile do not count.
     """
     model = inner_module(model)
     digest = hashlib.sha256()

@@ -22,10 +22,10 @@ from plimsoll.tracing.recorder.contents import put_back_entries
 
 @contextlib.contextmanager
 def foreign_leaves_kept(model: nn.Module, loss: torch.Tensor) -> Iterator[None]:
-    """Return a context manager to run a trial's backward from ``loss`` in.
+    """Return a context manager for the backward, from ``loss``, of a trial step (a step that is run only to plan or verify).
 
     At its end, tensors that the backward adds gradients to, and that are not parameters of the model, have the gradients that
-    they had before, and their hooks do not run in the block.
+    they had before. Their hooks do not run in the block.
     """
     leaves = [] if has_flat_parameters(model) else _foreign_leaves(model, loss)
     with gradients_aside(leaves, [leaf._backward_hooks for leaf in leaves]):

@@ -1,4 +1,4 @@
-"""Cut the call of one region (a module that a plan manages) out of the log of ops.
+"""Cut the ops of one region call (a call of a module that a plan manages) out of the log of a step's ops.
 
 The result is a torch-free ``RegionGraph`` with its own ids.
 """
@@ -31,8 +31,8 @@ class SlotRecord:
 
 @dataclass(frozen=True, slots=True)
 class LocalIds:
-    """Data: two mappings between ids. ``to_local`` leads from ids of the log to ids of the region's graph, and ``to_log`` leads
-    back.
+    """Data: two mappings between ids. ``to_local`` leads from ids of the log of the whole step to ids of one module call's
+    graph, and ``to_log`` leads back.
     """
 
     to_local: dict[int, int]
@@ -49,8 +49,8 @@ def build_region_graph(
     prefix: str,
     steady: Collection[int] = (),
 ) -> tuple[RegionGraph, LocalIds]:
-    """Cut a region out of the log: its ops, and its saved tensors (slots) in the order of saving. Return the region's graph,
-    and the mappings between ids of the log and ids of the graph.
+    """Cut a region (planned module) out of the log: its ops, and its saved tensors (slots) in the order of saving. Return the
+    region's graph, and the mappings between ids of the log and ids of the graph.
 
     ``backward_order`` is backward's order of reading the slots (the reverse order of saving if unknown). ``leaves`` are values
     that the region did not make, with origin and name, in an order that is the same in every region of one kind. ``steady`` are
@@ -108,7 +108,7 @@ def build_region_graph(
 
 
 def _first_reads(ops: Sequence[RecordedOp], slots: Sequence[SlotRecord]) -> dict[int, int]:
-    """Return a mapping from value to the position of its first use in a region.
+    """Return a mapping from value to the position of its first use in a region (planned module).
 
     The position is the same in a trace of the whole step and in a recording of the region only.
     """
@@ -117,8 +117,8 @@ def _first_reads(ops: Sequence[RecordedOp], slots: Sequence[SlotRecord]) -> dict
 
 
 def _numbered(outside: Sequence[int]) -> dict[int, tuple[Origin, str]]:
-    """Return an origin and a name such as ``external#0`` for each of these values. They come from outside the region and are
-    neither arguments nor parameters, such as another block's keys.
+    """Return an origin and a name such as ``external#0`` for each of these values. They come from outside the region (planned
+    module) and are neither arguments nor parameters, such as another block's keys.
     """
     return {value: (Origin.EXTERNAL, f"external#{number}") for number, value in enumerate(outside)}
 
@@ -150,7 +150,7 @@ def _value(
 
 def _external_writes(values: Sequence[RecordedValue], ops: Sequence[RecordedOp]) -> dict[int, str]:
     """Return a mapping from an op's id to the reason why the op cannot run again: it uses memory from outside that the region
-    overwrites.
+    (planned module) overwrites.
     """
     made_here = {storage for op in ops for storage in op.births}
     overwritten = {values[w].storage for op in ops for w in op.writes} - made_here

@@ -1,5 +1,5 @@
-"""Log the ATen calls of running code as ops that read and write versions of storages. Both the trace and the recipes are made
-from this log.
+"""Log the ATen calls of running code as ops that read and write versions of storages. Both the trace and the recipes (ops that
+rebuild a value) are made from this log.
 
 Every storage has a current *value*, which is a version of its contents. An op that writes to the storage (according to the op's
 schema) makes a new value. A view does not. So the log is in static single assignment form: each value has one producer, and
@@ -91,8 +91,8 @@ class RecordedOp:
     """The line of the user's code that ran an op with an obstacle, or "" if it was not noted."""
     births: tuple[int, ...] = ()
     random_point: tuple[int, int] | None = None
-    """For a random op that can be repeated: its generator's index, and the point in the region where the generator's state is
-    taken.
+    """For a random op that can be repeated: its generator's index, and the point in the region (planned module) where the
+    generator's state is taken.
     """
     scratch: frozenset[int] = frozenset()
     """The ids of buffers' storages that the op writes without declaring it. To run the op again, copies of these buffers are
@@ -160,8 +160,8 @@ class OpRecorder(TorchDispatchMode):
     """A dispatch mode that logs the ops that run while it is active.
 
     Subclasses override ``execute`` to time, watch or verify the call itself. ``current_module`` is a function that returns the
-    path of the running module. While ``suspended``, the engine's own ops are not logged. With ``repeats_collectives``, all
-    ranks may together run ops again that communicate with other ranks.
+    path of the running module. While ``suspended``, Plimsoll's own ops are not logged. With ``repeats_collectives``, all ranks
+    may together run ops again that communicate with other ranks.
     """
 
     supports_higher_order_operators = True
@@ -210,7 +210,7 @@ class OpRecorder(TorchDispatchMode):
         )
 
     def forget_names(self) -> None:
-        """Set the counts of how often each op has run in each module to 0, as at the start of a region.
+        """Set the counts of how often each op has run in each module to 0, as at the start of a region (planned module).
 
         Names of values contain these counts.
         """

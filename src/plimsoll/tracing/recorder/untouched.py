@@ -106,7 +106,7 @@ class RandomState:
             torch.cuda.set_rng_state_all(self._cuda)
 
     def is_current(self) -> bool:
-        """Return True if none of the generators has been used since this object was made."""
+        """Return True if no generator has drawn a number since this object was made."""
         now = RandomState()
         return self.is_current_on_host() and all(map(torch.equal, (now._torch, *now._cuda), (self._torch, *self._cuda)))
 
@@ -189,8 +189,8 @@ class KeptState:
         self._tensors.put_back()
 
     def lend_iterators(self) -> None:
-        """Replace the iterators that the model holds, so that a trial step cannot advance them. `put_back` restores the
-        originals.
+        """Replace the iterators that the model holds, so that a trial step (run only to plan or verify) cannot advance them.
+        `put_back` restores the originals.
         """
         # A weight that `parametrize.cached` keeps from a trial step would belong to the trial's graph.
         parametrized_tensors().clear()
