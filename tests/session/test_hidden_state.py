@@ -107,14 +107,17 @@ def trains_itself(model: Ticking) -> tuple[Tick, Read]:
     """A part of the model is trained within forward (Forward-Forward), by an optimizer that only a closure holds."""
     model.probe = nn.Linear(WIDTH, WIDTH)
     own = torch.optim.Adam(model.probe.parameters(), lr=0.01)
+    model.schedule = torch.optim.lr_scheduler.StepLR(own, step_size=2)
 
     def tick(x: torch.Tensor) -> None:
         with torch.enable_grad():
             model.probe(x.detach()).square().mean().backward()
             own.step()
             own.zero_grad()
+            model.schedule.step()
 
-    return tick, lambda: (model.probe.weight.sum().item(), own.state[model.probe.weight]["step"].item())
+    weight = model.probe.weight
+    return tick, lambda: (weight.sum().item(), own.state[weight]["step"].item(), model.schedule.last_epoch)
 
 
 def gradients_of_its_own(model: Ticking) -> tuple[Tick, Read]:

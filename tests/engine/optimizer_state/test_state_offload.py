@@ -102,6 +102,17 @@ def test_steps_in_chunks_give_equal_bits_and_leave_no_state_of_the_chunks_on_the
     assert pair.offload.away_bytes == ADAM_BYTES
 
 
+def test_chunks_in_another_order_leave_the_entries_in_the_order_of_the_groups():
+    held = parameters()
+    optimizer = torch.optim.AdamW(held)
+    offload = StateOffload(optimizer, [[held[1]], [held[0]]], Link())
+    for parameter in held:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    offload.remove()
+    assert [*map(id, optimizer.state)] == [*map(id, held)]
+
+
 def test_an_entry_that_is_read_between_steps_is_whole_and_leaves_again(pair):
     pair.step(0)
     first, plain = pair.parameters[0], pair.plain_parameters[0]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -102,6 +102,14 @@ class OffloadedStates(defaultdict[Any, Any]):
     def present(self, parameter: Any) -> Any:
         """Return the entry of a parameter without bringing its tensors back, or ``None``."""
         return dict.get(self, parameter)
+
+    def order(self, parameters: Iterable[Any], known: Container[int]) -> None:
+        """Move the entries of these parameters to the end, in this order, except for ``known`` ones (their ``id``). A step as a
+        whole makes the entries in the order of its groups, and loops may rely on that.
+        """
+        for parameter in parameters:
+            if parameter in self and id(parameter) not in known:
+                dict.__setitem__(self, parameter, dict.pop(self, parameter))
 
     def __getitem__(self, key: Any) -> Any:
         self._keeper.bring_back((key,))

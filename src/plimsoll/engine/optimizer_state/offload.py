@@ -313,6 +313,7 @@ class StateOffload:
         held = {id(each) for params in whole for each in params}
         chunks = [[each for each in chunk if id(each) in held] for chunk in self._chunks]
         undo = _Undo(groups=[_others(group) for group in optimizer.param_groups])
+        known = set(map(id, self._states))
         is_rest = False
         try:
             for chunk in filter(None, chunks):
@@ -326,6 +327,7 @@ class StateOffload:
         except BaseException as error:
             self._put_back(optimizer, undo, error, has_rest=is_rest and bool(rest))
             raise
+        self._states.order((each for params in whole for each in params), known)
         return out if result is None else result
 
     @staticmethod

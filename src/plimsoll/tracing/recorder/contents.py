@@ -26,6 +26,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 import numpy as np
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._pytree import tree_map
 
 from plimsoll.errors import InvalidBatch
@@ -232,13 +233,13 @@ def _cells_of(function: FunctionType) -> list[tuple[CellType, Any]]:
 def is_holder(value: Any) -> bool:
     """Return True if an object's attributes should be restored.
 
-    This is so for functions of the user, for objects of the user's classes, and for ``threading.local``. Tensors, modules and
-    classes are excluded.
+    This is so for functions of the user, for objects of the user's classes, for ``threading.local``, and for torch's schedules
+    of learning rates. Tensors, modules and classes are excluded.
     """
     if isinstance(value, FunctionType):
         return value.__module__ is not None and is_of_user(value)
-    if isinstance(value, threading.local):
-        return True  # the attributes that it has in this thread
+    if isinstance(value, threading.local | LRScheduler):
+        return True  # of threading.local, the attributes that it has in this thread
     if isinstance(value, torch.Tensor | nn.Module | type) or not is_of_user(type(value)):
         return False
     return _has_attributes(value)

@@ -348,8 +348,7 @@ def _reached(
         for value in list(found.values()):
             if isinstance(value, Optimizer) and "param_groups" in vars(value):
                 own = {id(parameter) for group in value.param_groups for parameter in group["params"]}
-                if own.isdisjoint(trained):
-                    found |= with_contents([value.state, value.param_groups])
+                found |= with_contents([value.param_groups, *([value.state] if own.isdisjoint(trained) else ())])
         values |= found
         inner = (each for value in found.values() if isinstance(value, nn.Module) for each in value.modules())
         pending = list({id(each): each for each in inner if id(each) not in seen}.values())
