@@ -322,6 +322,31 @@ def test_what_pairs_of_forwards_were_measured_to_need_is_known_when_they_come_ag
     assert max(training.peaks[-4:]) <= budget < training.peaks[-5]
 
 
+def penalized(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+    """A loss outside of the model that needs far more in every fourth step."""
+    output = model(torch.randn(ROWS, WIDTH))
+    loss = mean_square(output)
+    if number % 4 == 3:
+        alike = output @ output.T
+        loss = loss + (alike.exp() + alike.sin() + alike.cos()).mean()
+    loss.backward()
+    update(optimizer)
+
+
+def test_a_penalty_that_comes_now_and_then_is_named_each_time(caplog: pytest.LogCaptureFixture):
+    training = Training(lambda: Stack(3, WIDTH), torch.optim.SGD)
+    training.run(penalized, steps=16)
+    budget = int(0.6 * max(training.peaks))
+    caplog.set_level("WARNING", "plimsoll")
+    training.run(penalized, budget, steps=16)
+    over = [number for number, peak in enumerate(training.peaks) if peak > budget]
+    assert over == [3, 7, 11, 15]
+    warned = [text for text in training.said if "a training step took" in text]
+    logged = [record.getMessage() for record in caplog.records if " again, " in record.getMessage()]
+    assert len(warned) == 1
+    assert len(logged) >= 2  # the last step is named when the next one begins
+
+
 class Shallow(Stack):
     """Runs some of its blocks, as layers that are dropped by chance do."""
 

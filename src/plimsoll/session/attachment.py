@@ -50,6 +50,7 @@ from plimsoll.session.messages import (
     announce,
     log_fewer_forwards,
     log_planning_overrun,
+    log_recurrence,
     warn,
     warn_of_floor,
     warn_of_frozen,
@@ -1047,6 +1048,7 @@ class Attachment(ShowsFigures, RemovedAtEnd):
         elif self._known.shaped is not None and peak_bytes:
             self._known.shaped.note_peak(peak_bytes, self._steps.levels.forward_growth)
         if over_bytes <= 0:
+            self._known.said.budget_kept()
             return
         if self._known.shaped is None and self.is_compiled:
             next_ = "attach with a smaller budget, or leave allow= out: then plans are made for such steps"
@@ -1060,11 +1062,10 @@ class Attachment(ShowsFigures, RemovedAtEnd):
         if held_bytes >= over_bytes:
             # Without these bytes the step would have kept to the budget: a model that was pruned between two steps.
             cause = f"{cause}; since plans were made, the training loop holds {format_bytes(held_bytes)} more"
-        said_cause, said_bytes = self._known.said_overrun
-        # A lasting state is said once: quantization that began in mid-run exceeded the lowest plan's peak in every later step.
-        if cause != said_cause or is_more(peak_bytes, said_bytes):
-            self._known.said_overrun = cause, peak_bytes
+        if self._known.said.is_new(cause, peak_bytes):
             warn_of_overrun(peak_bytes, limit_bytes, cause, next_)
+        elif self._known.said.has_come_back():
+            log_recurrence(peak_bytes, limit_bytes, self._known.said.recurrences, cause)
 
     def _announce(self, *, is_measured: bool) -> None:
         """Write one line about the first plan for the budget, as soon as a step under it was measured, or after three steps."""

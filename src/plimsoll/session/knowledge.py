@@ -17,6 +17,7 @@ from plimsoll.session.joint_traces import JointTraces
 from plimsoll.session.measured_step import MeasuredStep
 from plimsoll.session.optimizer_watch import CountedState, OptimizerWatch
 from plimsoll.session.options import PlanOptions
+from plimsoll.session.said_overruns import SaidOverruns
 from plimsoll.session.shapes import ShapePlans
 from plimsoll.session.situations import MeteredSituations
 from plimsoll.session.states import State
@@ -99,8 +100,7 @@ class Knowledge:
     """The highest peak in bytes that a warning has named, of steps that call parts of the model instead of the model. It is 1
     if a warning named no peak, and 0 before any warning.
     """
-    said_overrun: tuple[str, int] = "", 0
-    """The cause and the peak in bytes of the last overrun that a warning named."""
+    said: SaidOverruns = field(default_factory=SaidOverruns)
     fewer: FewerForwards = field(default_factory=FewerForwards)
     counted: CountedState = field(default_factory=CountedState)
     metered: MeteredSituations = field(default_factory=MeteredSituations)

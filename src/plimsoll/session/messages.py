@@ -124,6 +124,17 @@ def warn_of_overrun(peak_bytes: int, budget_bytes: int, cause: str, next_: str) 
     )
 
 
+def log_recurrence(peak_bytes: int, budget_bytes: int, times: int, cause: str) -> None:
+    """Log that a step exceeded its budget as an earlier one did, which a warning named, after steps that kept to it."""
+    # Not a warning: Python shows a warning with the same text once.
+    _LOG.warning(
+        "plimsoll: a training step took %s again, %s more than the budget %s (recurrence %d).\n  why   %s",
+        *map(format_bytes, (peak_bytes, peak_bytes - budget_bytes, budget_bytes)),
+        times,
+        cause,
+    )
+
+
 def log_planning_overrun(peak_bytes: int, budget_bytes: int, why: str, next_: str) -> None:
     """Log that a call exceeded the budget only because plans were made in it. Later calls keep to the budget."""
     # A log line and not a warning: the device had enough memory, and the user has nothing to do.
