@@ -5,8 +5,8 @@
 
 Each model is trained twice with the same seeds, without a budget and under ``attach``. Budget: what is there when a step begins
 (parameters, buffers, the optimizer's state), and half of what the highest unmanaged step adds to it. A step is *named* if a
-warning of its own or of the next step says that more than the budget was taken. A step *grows* if its unmanaged twin takes more
-than all steps before it.
+warning or a log line of its own or of the next step says that more than the budget was taken. A step *grows* if its unmanaged
+twin takes more than all steps before it.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import argparse
 import contextlib
 import gc
 import itertools
+import logging
 import sys
 import warnings
 from collections.abc import Callable, Mapping
@@ -178,12 +179,23 @@ _KINDS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Batch]]] = {
 
 @dataclass(kw_only=True)
 class Training:
-    """Losses and peaks of all steps, what is there between steps, and warnings with the step in which they came."""
+    """Losses and peaks of all steps, what is there between steps, and warnings and log lines with the step of each."""
 
     losses: list[float]
     peaks: list[int]
     fixed_bytes: int
     warned: list[tuple[int, str]]
+
+
+class Lines(logging.Handler):
+    """Appends the text of log records at the level of warnings to a list."""
+
+    def __init__(self, lines: list[str]) -> None:
+        super().__init__(logging.WARNING)
+        self._lines = lines
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._lines.append(record.getMessage())
 
 
 def train(kind: str, steps: int, budget: int | None = None) -> Training:
@@ -196,8 +208,13 @@ def train(kind: str, steps: int, budget: int | None = None) -> Training:
     model = build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     losses, peaks, warned, fixed_bytes = [], [], [], 0
-    with warnings.catch_warnings(record=True) as caught, contextlib.ExitStack() as stack:
+    caught: list[str] = []
+    log = Lines(caught)
+    with warnings.catch_warnings(), contextlib.ExitStack() as stack:
         warnings.simplefilter("always")
+        warnings.showwarning = lambda message, *_, **__: caught.append(str(message))
+        logging.getLogger("plimsoll").addHandler(log)
+        stack.callback(logging.getLogger("plimsoll").removeHandler, log)
         if budget is not None:
             stack.enter_context(plimsoll.attach(model, budget, optimizer=optimizer))
         for number in range(steps):
@@ -212,8 +229,8 @@ def train(kind: str, steps: int, budget: int | None = None) -> Training:
             del loss, batch
             peaks.append(counter.peak_bytes() - before)
             fixed_bytes = max(fixed_bytes, counter.live_bytes() - before)
-            warned += [(number, str(each.message)) for each in caught[len(warned) :]]
-    warned += [(steps, str(each.message)) for each in caught[len(warned) :]]
+            warned += [(number, text) for text in caught[len(warned) :]]
+    warned += [(steps, text) for text in caught[len(warned) :]]
     return Training(losses=losses, peaks=peaks, fixed_bytes=fixed_bytes, warned=warned)
 
 
@@ -243,7 +260,7 @@ def _compare(kind: str, steps: int) -> tuple[tuple[str, ...], list[str]]:
         f"{'a' if number in grown else 'no'} growth, {'named' if number in said else '**silent**'}"
         for number in over
     ]
-    lines += [f"- {kind}, warning in step {number}: {' '.join(text.split())}" for number, text in ours.warned]
+    lines += [f"- {kind}, told in step {number}: {' '.join(text.split())}" for number, text in ours.warned]
     return row, lines
 
 
@@ -264,7 +281,12 @@ def main() -> int:
     print("\n".join(format_table(_HEAD, rows)))
     print(
         "\n".join(
-            ["", "Steps are counted from 0. Steps over the budget, and all warnings:", "", *itertools.chain(*lines)]
+            [
+                "",
+                "Steps are counted from 0. Steps over the budget, and all warnings and log lines:",
+                "",
+                *itertools.chain(*lines),
+            ]
         )
     )
     return 0
