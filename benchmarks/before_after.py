@@ -181,11 +181,11 @@ def compare_model(both: Sequence[Checkout], model: str, size: str, rounds: int) 
         ratio, answers = ratio_in_turns(both, max(3, rounds // 3), "plan", budget=f"{budget}B", device_profile=_PROFILE)
         same = all(answers[0][0][key] == answers[1][0][key] for key in ("decisions", "peak", "step", "floor"))
         rows.append(f"| {model} | planning for {_PROFILE}, {share:.0%} | {ratio} | {_yes(same)} | | |")
-    on_device = both[1].ask("plan", strategy="none")
-    rows.append(compare_steps(both, model, "every block recomputed", both[1].ask("plan", strategy="full"), rounds))
+    on_device = both[0].ask("plan", strategy="none")
+    rows.append(compare_steps(both, model, "every block recomputed", both[0].ask("plan", strategy="full"), rounds))
     for share in _SHARES:
         budget = int(on_device["floor"] + share * (on_device["baseline"] - on_device["floor"]))
-        made = both[1].ask("plan", budget=f"{budget}B")
+        made = both[0].ask("plan", budget=f"{budget}B")
         rows.append(compare_steps(both, model, f"step at {share:.0%}, {budget / 2**20:.1f} MiB", made, rounds))
     return rows
 
