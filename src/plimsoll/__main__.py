@@ -4,7 +4,9 @@ import sys
 
 
 def main() -> None:
-    """Run the command line. Ctrl-C during the imports also ends with exit code 130, without a traceback."""
+    """Run the command line, and return its exit status. Ctrl-C during the imports also ends with exit code 130, without a
+    traceback.
+    """
     try:
         from plimsoll.ui.cli.app import main as run
 

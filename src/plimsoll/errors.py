@@ -145,7 +145,7 @@ class PlanMismatch(PlimsollError):
 
 
 class PlanNotUsable(PlimsollError):
-    """The plan does not contain decisions that could be applied."""
+    """The plan does not contain decisions that could be applied, because its search failed."""
 
 
 class TracingFailed(PlimsollError):
@@ -198,7 +198,7 @@ class CompressionMismatch(PlimsollError):
 
 
 class RankError(PlimsollError):
-    """An error that concerns other ranks. ``ranks`` lists the numbers of these ranks, if they are known."""
+    """An error about other ranks of a distributed job. ``ranks`` lists the numbers of these ranks, if they are known."""
 
     def __init__(self, found: str, *, why: str, next: str, ranks: tuple[int, ...] = ()) -> None:  # noqa: A002 - as above
         super().__init__(found, why=why, next=next)
@@ -233,7 +233,7 @@ class OffloadFailed(PlimsollError):
 class ReplayMismatch(PlimsollError):
     """A value that backward recomputed differs from the value that forward computed.
 
-    The optimizer must not use this step's gradients.
+    The step's gradients may be wrong, so the optimizer must not use them.
     """
 
     exit_code = 4

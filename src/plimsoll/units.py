@@ -27,7 +27,7 @@ _BYTES_PER_UNIT = {
     "TIB": 1024**4,
 }
 _MOST = 2**63 - 1
-"""The largest amount or count: torch and JSON take 64-bit signed integers."""
+"""The largest amount or count that is accepted, because torch and JSON take 64-bit signed integers."""
 _COUNT = re.compile(r"\s*([0-9][0-9_]{0,29}(?:\.[0-9]{1,12})?)\s*([kKmMbBgGtT]?)\s*")
 _TEXT = re.compile(r"\s*([0-9][0-9_]{0,29}(?:\.[0-9]{1,30})?)\s*([A-Za-z]*)\s*")
 

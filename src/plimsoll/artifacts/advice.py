@@ -60,7 +60,7 @@ class Bottleneck(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def reachable_share(self) -> float:
-        """The largest share of the peak that recomputation can free: (peak - floor) / peak."""
+        """The largest share of the peak that recomputation can free: (peak - lowest reachable peak) / peak."""
         return 1.0 - self.floor_bytes / self.peak_bytes if self.peak_bytes else 0.0
 
 
@@ -75,7 +75,7 @@ class LayerUse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True):
-    """Data: one plan that was considered, its predicted memory and time, and the reason why it was chosen or not."""
+    """Data: one plan that was considered, its predicted memory and time, and the reason why it was chosen or rejected."""
 
     name: str
     strategy: str

@@ -1,8 +1,8 @@
 """The base class of all artifacts (plans, receipts and other results). It saves an artifact as JSON and prints it as text.
 
-Artifacts are the lowest layer and may not import the views. The package's ``__init__`` knows every layer and is always
-imported before any artifact, so it installs the renderer and the text of a policy here. Files carry a schema version and
-the kind of artifact as a tag; ``files`` writes them, ``store`` reads them.
+Artifacts are the lowest layer and may not import the views. The package's ``__init__`` may import every layer and runs before
+any artifact is imported, so it stores here the functions that show artifacts. Files carry a schema version and the kind of
+artifact as a tag; ``files`` writes them, ``store`` reads them.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ class AdvisedEnum(enum.StrEnum):
     """An enum whose members also carry help text: advice for the user, and optionally what the member means.
 
     Files contain only the member's word.
+
+    An enum's members are, for example, the possible ends of a search.
     """
 
     advice: str

@@ -13,9 +13,9 @@ from plimsoll.artifacts.decision import Status
 class ComparisonRow(msgspec.Struct, frozen=True, kw_only=True):
     """Data: the predicted and measured figures of one strategy.
 
-    ``measured_ratio`` is the strategy's step time divided by the unmanaged step time: the median over pairs of steps. Its 95%
-    confidence interval is ``measured_ratio_low`` to ``measured_ratio_high``. Figures that were not measured are ``None``, and
-    ``note`` says why.
+    ``measured_ratio`` is the strategy's step time divided by the step time without a plan: the median over pairs of steps. Its
+    95% confidence interval is ``measured_ratio_low`` to ``measured_ratio_high``. Figures that were not measured are ``None``,
+    and ``note`` says why.
     """
 
     strategy: str

@@ -1,4 +1,4 @@
-"""Data: the seconds of each distinct op of a trace on one machine, and words for how reliable a figure is."""
+"""Data: the seconds of each distinct op of a traced step on one machine, and words for how reliable a figure is."""
 
 from __future__ import annotations
 
@@ -27,11 +27,12 @@ class OpCost(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Costs(msgspec.Struct, frozen=True, kw_only=True):
-    """Data: the time of each distinct op of a trace on ``device``. ``ops`` maps cost keys to costs.
+    """Data: the time of each distinct op of a traced step on ``device``. ``ops`` maps cost keys to costs.
 
-    A cost key is an op's name with its shapes. The engine, which carries out plans, adds costs of its own: ``region_seconds``
-    for each call of a region that it changes, ``slot_seconds`` for each tensor that autograd saves in that region (including
-    parameters), and ``replay_seconds`` for each recomputed op, in addition to the seconds of the op itself.
+    A cost key is an op's name with its shapes. Carrying out a plan has costs of its own: ``region_seconds`` for each call of a
+    region (a module that the plan decides about) in which something is dropped, ``slot_seconds`` for each tensor that autograd
+    saves in that region (including parameters), and ``replay_seconds`` for each recomputed op, in addition to the seconds of
+    the op itself.
     """
 
     schema_version: int = SCHEMA_VERSION

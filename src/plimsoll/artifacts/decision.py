@@ -1,4 +1,6 @@
-"""The enums of a plan: decisions for a saved value, ways to handle a region, and possible ends of a search."""
+"""The enums of a plan: decisions for a saved value, ways to handle a region (a module that the plan decides about), and
+possible ends of a search.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ class Decision(enum.StrEnum):
     KEEP = "KEEP"
     """The value stays on the device unchanged."""
     RECOMPUTE = "RECOMPUTE"
-    """The value is dropped, and the ops that make it run again before backward reads it."""
+    """The value is dropped. Backward runs the ops that make it again before it reads the value."""
     COMPRESS = "COMPRESS"
     """Only the value's encoded bytes stay on the device. They are decoded when backward needs the value."""
     OFFLOAD = "OFFLOAD"
@@ -21,16 +23,20 @@ class Decision(enum.StrEnum):
 
 
 class Engine(enum.StrEnum):
-    """How the engine, which carries out plans, handled one region (a module that Plimsoll manages)."""
+    """How one region (a module that the plan decides about) is handled when the plan runs."""
 
     RECIPE = "recipe"
     """Plimsoll replaces saved tensors. Dropped tensors are rebuilt by verified recipes (lists of ops to run again)."""
     KEEP = "keep"
-    """The plan drops a value in this region, but the value cannot be rebuilt safely, so all values are kept."""
+    """The plan drops a value in this region (a module that the plan decides about), but the value cannot be rebuilt safely, so
+    all values are kept.
+    """
     COMPILED = "compiled"
-    """torch.compile compiles the region, and its partitioner, which decides what to save, follows the plan."""
+    """torch.compile compiles the region (a module that the plan decides about), and its partitioner, which decides what to
+    save, follows the plan.
+    """
     UNTOUCHED = "untouched"
-    """The plan keeps everything in this region, so no hook or wrapper is installed."""
+    """The plan keeps everything in this region (a module that the plan decides about), so no hook or wrapper is installed."""
 
 
 class Status(AdvisedEnum):
@@ -43,5 +49,5 @@ class Status(AdvisedEnum):
 
     @property
     def is_usable(self) -> bool:
-        """Whether a plan with this status may be applied."""
+        """Whether the search found a plan that may be applied to a model."""
         return self in (Status.OPTIMAL, Status.FEASIBLE)

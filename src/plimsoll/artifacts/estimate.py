@@ -40,7 +40,7 @@ class StageSeconds(msgspec.Struct, frozen=True, kw_only=True):
 
     ``optimizer_seconds`` and ``exposed_seconds`` are per step instead. ``communication_seconds`` is the time of collectives
     within forward and backward, and the figures of forward and backward include it. ``exposed_seconds`` is the time of
-    data-parallel collectives that compute does not hide.
+    data-parallel collectives during which no computation runs.
     """
 
     forward_seconds: float
@@ -90,8 +90,8 @@ class StageEstimate(msgspec.Struct, frozen=True, kw_only=True):
     def error_bytes(self) -> int:
         """Half the width, in bytes, of the range that is expected to contain the true total.
 
-        The width comes from published runs of this kind, if they were compared. Otherwise it is the sum of the items' errors,
-        because the errors are not assumed to cancel.
+        If estimates of such jobs were compared with published runs, the width comes from these. Otherwise it is the sum of the
+        items' errors, because the errors are not assumed to cancel.
         """
         if self.whole_error is not None:
             return round(self.whole_error * self.total_bytes)
@@ -107,10 +107,10 @@ class Throughput(msgspec.Struct, frozen=True, kw_only=True):
     """The speed of the whole job. ``tokens_per_second`` is ``None`` for models that do not count tokens.
 
     ``mfu`` (model FLOPs utilisation) is the share of the devices' dense peak that the model's own arithmetic reaches;
-    recomputed arithmetic does not count. ``relative_error`` holds for all figures above. ``published_mfu`` is the figure that
-    papers and frameworks print: 6 FLOPs per parameter and token plus 12 per layer, width and attended position, divided by
-    the dense 16-bit peak, whichever type the arithmetic uses. ``published_mfu`` is ``None`` if the model is not a plain text
-    transformer or the device does not have a 16-bit peak.
+    recomputed arithmetic does not count. ``relative_error`` applies to the figures per second and to ``mfu``. ``published_mfu``
+    is the figure that papers and frameworks print: 6 FLOPs per parameter and token plus 12 per layer, width and attended
+    position, divided by the dense 16-bit peak, whichever type the arithmetic uses. ``published_mfu`` is ``None`` if the model
+    is not a plain text transformer or the device does not have a 16-bit peak.
     """
 
     step_seconds: float
@@ -135,7 +135,7 @@ class SwitchSetting(msgspec.Struct, frozen=True, kw_only=True):
     """The peak, in bytes, of the tensors on the rank that has the highest peak."""
     step_seconds: float
     is_too_close: bool = False
-    """Whether the whole memory of a rank, with its error, is known to exceed the device."""
+    """Whether the device may be too small: the error range of a rank's whole memory reaches beyond the device's memory."""
     host_bytes: int = 0
     """The bytes of offloaded tensors on the host, for the rank that offloads the most."""
 
@@ -150,7 +150,7 @@ class LayoutChoice(msgspec.Struct, frozen=True, kw_only=True):
     """The peak, in bytes, of the tensors on the rank that has the highest peak."""
     step_seconds: float
     is_too_close: bool = False
-    """Whether the whole memory of a rank, with its error, is known to exceed the device."""
+    """Whether the device may be too small: the error range of a rank's whole memory reaches beyond the device's memory."""
 
 
 class MeasuredFigure(msgspec.Struct, frozen=True, kw_only=True):

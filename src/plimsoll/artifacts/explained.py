@@ -23,7 +23,7 @@ class MemoryPart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RecomputedPart(msgspec.Struct, frozen=True, kw_only=True):
-    """Data: what recomputation does in one place (a region).
+    """Data: what recomputation does in one place of the model, such as one block.
 
     It has the most bytes of rebuilt values that are alive at one time, and the number of ops that run again.
     """
@@ -37,8 +37,8 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
     """Data: one possible change to the step, and the predicted peak of the step with that change.
 
     ``basis`` says how the figure was found: ``replayed`` (this step's events with the change applied), ``run again`` (a second
-    step with the change), ``modelled`` (replayed with sizes that were not observed in any step of this model) or ``planned``
-    (Plimsoll's engine instead of the model's own memory saving). ``how`` is what to write to make the change.
+    step with the change), ``modelled`` (replayed with sizes that were not observed in any step of this model) or ``planned`` (a
+    plan of Plimsoll instead of the model's own memory saving). ``how`` is what to write to make the change.
     """
 
     name: str
@@ -62,8 +62,9 @@ class Explanation(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
 
     ``plimsoll.explain`` makes one. ``plain_peak`` and ``plain_resident_bytes`` describe the same step if all values are kept.
     They are ``None`` if the step does not save memory by itself, or could not be run without saving memory. ``resident`` lists
-    what holds memory between forward and backward: regions, modules outside regions, and tensors that stay for the whole step.
-    Bytes are counted op by op. On a fake device (``is_fake``) they do not include workspaces inside kernels.
+    what holds memory between forward and backward: regions (modules that the plan decides about), modules outside regions, and
+    tensors that stay for the whole step. Bytes are counted op by op. On a fake device (``is_fake``) they do not include
+    workspaces inside kernels.
     """
 
     KIND: ClassVar[str] = "explanation"

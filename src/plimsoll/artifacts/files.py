@@ -35,8 +35,9 @@ _PIECE = MIB
 _MOST_DEVICE_BYTES = 64 * MIB
 """The most bytes to read from a character device, because a device such as ``/dev/zero`` never ends."""
 _MOST_RATIO = 50
-"""Largest accepted ratio of unpacked to packed bytes. Traces and plans pack to a tenth or a thirtieth of their size, a gzip
-bomb of zeros to a thousandth."""
+"""Largest accepted ratio of unpacked to packed bytes, to refuse gzip bombs. Traces and plans become 10 to 30 times smaller when
+they are packed, a bomb of zeros 1000 times.
+"""
 _GZIP_MAGIC = b"\x1f\x8b"
 
 
@@ -164,7 +165,8 @@ def decode_json(content: str | bytes, limits: ReadLimits, type_: type[T] | Any =
 
 
 def _check_levels(node: object, left: int) -> None:
-    """Raise RecursionError if plain values (dicts and lists) are nested more than ``left`` levels deep.
+    """Raise RecursionError if plain values (dicts and lists) are nested more than ``left`` levels deep, the number of levels
+    that are still allowed.
 
     A value that msgspec decoded to a type is not checked, because it cannot be deeper than the type.
     """
@@ -176,7 +178,7 @@ def _check_levels(node: object, left: int) -> None:
 
 
 PART = ".part"
-"""The end of the name of a file that is still being written."""
+"""The suffix of the name of a file that is still being written."""
 
 
 def write_whole(content: str | bytes, path: str | Path) -> None:
@@ -226,7 +228,7 @@ def whole_file(target: Path) -> Iterator[BinaryIO]:
 
 
 def _is_written_through(target: Path) -> bool:
-    """Return True if ``target`` must be written directly, not replaced.
+    """Return True if content must be written into the existing ``target``, instead of replacing it by a new file.
 
     This holds for a path that is not a regular file, and for paths under ``/dev`` or ``/proc`` that may name an open file.
     """
@@ -300,7 +302,7 @@ def check_folder(path: str | Path) -> None:
 
 
 def _check_new_file(folder: Path) -> None:
-    """Raise OSError if a new file cannot be created in this directory. It is tried with an unnamed file.
+    """Raise OSError if a new file cannot be created in this directory. The function tries it with a file without a name.
 
     Permission bits are not enough, because they mislead for root and for ``/proc``.
     """

@@ -12,9 +12,13 @@ from plimsoll.artifacts.base import AdvisedEnum, ArtifactBase
 EXCESSIVE_KERNEL_RATIO = 1.5
 """The number of kernels per layer with the plan, divided by the baseline's number. A larger ratio is excessive."""
 CONTENDED_BANDWIDTH_SHARE = 0.8
-"""If recomputation uses more than this share of the device's peak bandwidth, it competes with other work for the memory."""
+"""A share of the device's peak bandwidth. If recomputation uses more than this share, it competes with other work for the
+memory.
+"""
 LONG_GAP_SECONDS = 50e-6
-"""An idle gap between two kernels longer than this means waiting for the host, or a broken CUDA graph."""
+"""An idle gap between two kernels that lasts longer than this many seconds means that the device waits for the host, or that a
+CUDA graph is broken.
+"""
 
 
 class WorkUnit(enum.StrEnum):

@@ -1,6 +1,6 @@
 """The result of a search for the best batch and plan: all points evaluated, the best point's plan, and its measurement.
 
-``items`` are tokens for models that read token ids, and examples for all other models.
+In all figures, ``items`` are tokens for models that read token ids, and examples for all other models.
 """
 
 from __future__ import annotations

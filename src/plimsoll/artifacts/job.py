@@ -127,7 +127,7 @@ class Precision(enum.StrEnum):
 
     @property
     def is_mixed(self) -> bool:
-        """Whether the forward pass runs under autocast."""
+        """Whether the forward pass runs under autocast, with parameters in float32."""
         return self in (Precision.BF16_MIXED, Precision.FP16_MIXED)
 
     @property
@@ -251,7 +251,7 @@ class Techniques(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_adapting(self) -> bool:
-        """Whether adapters are trained instead of the model's own weights."""
+        """Whether adapters (LoRA, for example) are trained instead of the model's own weights."""
         return bool(self.lora or self.qlora or self.adapters)
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""The result of a search for the longest sequences that fit: one row for each set of decisions that save memory."""
+"""The result of a search for the longest sequences that fit on a device: one row for each set of memory-saving decisions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from plimsoll.artifacts.job import Layout, ModelFacts, Techniques
 
 
 class LengthRow(msgspec.Struct, frozen=True, kw_only=True):
-    """Data: the longest sequence that fits under one set of decisions.
+    """Data: the longest sequence that fits on a device under one set of memory-saving decisions.
 
     ``tokens`` is that length, or ``None`` if no length fits. ``least_tokens`` and ``most_tokens`` are the lengths that would
     fit if the step took more or less memory, by the estimate's error. ``total_bytes`` is the memory that a device provides at

@@ -33,9 +33,10 @@ class OptimizerUse(msgspec.Struct, frozen=True, kw_only=True):
     """Data: the memory and work of one optimizer for the parameters that one rank updates.
 
     ``state_bytes`` maps each parameter's name to its state on the device, ``master_bytes`` to its float32 copy of the weights.
-    ``host_state_bytes`` is the state on the host (the step counters of the loop and foreach forms). ``temporaries`` are the
-    tensors alive together at the peak of the optimizer's step. ``moved_bytes`` are the bytes that the step reads and writes,
-    ``flops`` is its arithmetic. ``relative_error`` applies to the bytes of state, float32 copies and temporaries.
+    ``host_state_bytes`` is the state on the host (such as the step counters, if the step loops over parameters or uses
+    foreach). ``temporaries`` are the tensors alive together at the peak of the optimizer's step. ``moved_bytes`` are the bytes
+    that the step reads and writes, ``flops`` is its arithmetic. ``relative_error`` applies to the bytes of state, float32
+    copies and temporaries.
     """
 
     name: str
@@ -81,7 +82,7 @@ between streams."""
 class AllocationEvent(msgspec.Struct, frozen=True, kw_only=True):
     """Data: one allocation (positive ``bytes``) or release (negative ``bytes``) of a memory block in the simulated step.
 
-    ``instant`` is its time in the step. A block that ``lasts`` exists before and after the step, so later steps neither
+    ``instant`` is its time in the step. A block with ``lasts`` set exists before and after the step, so later steps neither
     allocate nor free it. The first step allocates such a block at the instant ``made``: for optimizer state, this is when the
     optimizer first runs.
     """

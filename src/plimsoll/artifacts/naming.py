@@ -12,7 +12,9 @@ _NUMBER = re.compile(r"\d+")
 
 
 def name_call(name: str, call: int) -> str:
-    """Return the name of one call of a region: the module's name, followed by the call's number from the second call on."""
+    """Return the name of one call of a region (a module that a plan decides about): the module's name, followed by the call's
+    number from the second call on.
+    """
     shown = name or "(the model)"
     return shown if call == 0 else f"{shown} (call {call + 1})"
 
@@ -62,9 +64,8 @@ def _ranges(numbers: Iterable[int]) -> str:
 
 
 def group_holders(holders: Sequence[Holder]) -> list[tuple[str, int]]:
-    """Return rows of (label, bytes), largest first; holders whose labels differ only in numbers are added up in one row.
-
-    A holder is a tensor or group of tensors that takes memory.
+    """Sum up rows of a table about memory: return (label, bytes), largest first. Holders (tensors that take memory) whose
+    labels differ only in numbers become one row.
 
     Example:
         >>> group_holders([Holder(label="layers.0::mm#1", bytes=2), Holder(label="layers.1::mm#1", bytes=2)])
@@ -97,7 +98,8 @@ def name_largest(rows: Sequence[tuple[str, int]], most: int = 3) -> str:
 
 
 def region_in_label(label: str, regions: Iterable[str]) -> str:
-    """Return the name of the region that a tensor's label belongs to, or an empty string if no region matches.
+    """Return the name of the region (a module that the plan decides about) that a tensor's label belongs to, or an empty string
+    if no region matches.
 
     With regions ``layers.0`` and ``layers.1``, the label ``layers.1.mlp::mul#0`` belongs to ``layers.1``, and
     ``layers.10::add#0`` to none.
@@ -107,5 +109,7 @@ def region_in_label(label: str, regions: Iterable[str]) -> str:
 
 
 def kind_of(region: str) -> str:
-    """Return a region's name with its numbers replaced by ``*``. Names that differ only in numbers have the same result."""
+    """Return the name of a region (a module that a plan decides about) with its numbers replaced by ``*``, so that equal blocks
+    have equal names.
+    """
     return re.sub(r"\d+", "*", region)

@@ -1,16 +1,21 @@
-"""A decision about optimizer state: the parameters with their state on a link between steps, and the chunks of the step."""
+"""A decision about optimizer state: which parameters have their state on a link (in host memory or on disk) between steps, and
+in which chunks the optimizer steps them.
+"""
 
 from __future__ import annotations
 
 import msgspec
 
 LEAST_STATE_BYTES = 4096
-"""Smaller tensors of state, such as step counters, stay on the device: a transfer takes longer than the memory is worth."""
+"""The smallest tensor of optimizer state, in bytes, that is offloaded.
+
+Smaller tensors, such as step counters, stay on the device: a transfer takes longer than the memory is worth.
+"""
 
 
 class OffloadedState(msgspec.Struct, frozen=True, kw_only=True):
-    """Data: the state of the parameters in ``chunks`` (names) is on ``link`` between steps, and each chunk is stepped by
-    itself.
+    """Data: optimizer state that is offloaded between steps. The state of the parameters in ``chunks`` (names) is on ``link``
+    (in host memory or on disk), and the optimizer steps one chunk at a time.
 
     ``state_bytes`` is all state of the optimizer, and ``offloaded_bytes`` the part on the link. While the optimizer steps, two
     chunks may be on the device. ``seconds`` is how long each step waits for the link; no other work hides this time.
@@ -22,8 +27,9 @@ class OffloadedState(msgspec.Struct, frozen=True, kw_only=True):
     state_bytes: int
     offloaded_bytes: int
     link_bytes: int
-    """The most bytes at the other end of the link. During a step, these are two copies of the offloaded state (from before the
-    step and after it) and the old values of the chunks' parameters."""
+    """The most bytes that the link (host memory or disk) has to hold. During a step, these are two copies of the offloaded
+    state (from before the step and after it) and the old values of the chunks' parameters.
+    """
     seconds: float = 0.0
 
     @property

@@ -1,6 +1,7 @@
 """What other budgets cost: a short table of budgets, with the time of a step and the largest change under each, and bars.
 
-A plan and a refused budget show the same table. Plain lines of it belong to errors, which are below all renderers.
+Plans show the table, and so do errors about a budget that is too small. The lines of text are made here and not by a renderer,
+because errors may not import renderers.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ _BAR_COLUMNS = 16
 
 @dataclass(frozen=True, slots=True)
 class OtherBudgets:
-    """Budgets between the unmanaged peak and the lowest peak, the largest first, as data.
+    """A table of budgets between the peak without a plan and the lowest peak, the largest first, with the time of a step under
+    each.
 
     Example:
         >>> points = [FrontierPoint(peak_bytes=2**20, step_seconds=1.5), FrontierPoint(peak_bytes=2**21, step_seconds=1.0)]

@@ -26,13 +26,14 @@ from plimsoll.units import format_bytes
 
 
 class ValueDecision(msgspec.Struct, frozen=True, kw_only=True):
-    """Data: the decision for one saved value (a tensor that autograd saves) of one region.
+    """Data: the decision for one saved value (a tensor that autograd saves) of one region (a module that the plan decides
+    about).
 
     ``bytes`` is the size of the value's storage. If several values share a storage, only the first of them has its bytes.
     ``seconds`` is the time to bring the value back: its share of the recomputation, or encoding and decoding (0 for KEEP).
-    ``form`` is the name of the codec of COMPRESS or of the link of OFFLOAD. ``held_bytes`` are the bytes that stay on the
-    device in this form, and ``error`` is the relative gradient error that the form is expected to add. ``reason`` is one
-    sentence that compares the decision with the price of memory.
+    ``form`` is the name of the codec of COMPRESS or of the link (to host memory or disk) of OFFLOAD. ``held_bytes`` are the
+    bytes that stay on the device under this decision, and ``error`` is the relative gradient error that it is expected to add.
+    ``reason`` is one sentence that compares the decision with the price of memory.
     """
 
     value: str
@@ -52,7 +53,8 @@ class ValueDecision(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RegionPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """Data: the decisions for one call of one region. If they are empty or all KEEP, the region stays untouched.
+    """Data: the decisions for one call of one region (a module that Plimsoll manages). If there are none or all are KEEP, the
+    region is not changed.
 
     With ``is_boundary_dropped`` the region's input is not held either: the previous region rebuilds it.
     ``price_seconds_per_byte`` is the price of one byte held from this region's forward to the end of its backward: the seconds
@@ -72,25 +74,29 @@ class RegionPlan(msgspec.Struct, frozen=True, kw_only=True):
     price_seconds_per_byte: float | None = None
     steady_inputs: tuple[str, ...] = ()
     value_read: str = ""
-    """The first line of the model's code in this region that reads values of tensors (``moe.py:62``), or "". Calls with other
-    data may run other ops, or ops of other sizes."""
+    """The first line of the model's code in this region (a module that the plan decides about) that reads values of tensors
+    (``moe.py:62``), or "". Calls with other data may run other ops, or ops of other sizes.
+    """
     input_bytes: int = 0
-    """The bytes of the tensors that the region was called with."""
+    """The bytes of the tensors that the region (a module that the plan decides about) was called with."""
     spare_bytes: int | None = 0
-    """How many bytes a call may keep in values that the plan does not know, because the code took another way than in the
-    planned step. If a call saves more, these values are dropped. ``None`` means any number."""
+    """How many bytes of values that the plan does not know may be kept. A call has such values if its code took another branch
+    than in the planned step.
+
+    If a call saves more of them, they are dropped. ``None`` means any number.
+    """
 
     def __post_init__(self) -> None:
         _refuse_twice([decision.value for decision in self.decisions], "values")
 
     @property
     def is_untouched(self) -> bool:
-        """Whether the plan keeps everything in this region."""
+        """Whether the plan keeps everything in this region (a module that the plan decides about)."""
         return not self.is_boundary_dropped and all(d.decision is Decision.KEEP for d in self.decisions)
 
     @property
     def is_left_alone(self) -> bool:
-        """Whether Plimsoll does not change this region.
+        """Whether Plimsoll does not touch this region (a module that the plan decides about) at all.
 
         A region that reads values of tensors may save values that the plan does not know. If their bytes are limited, the
         region is managed although the plan keeps everything.
@@ -104,12 +110,13 @@ class RegionPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def packed(self) -> dict[str, str]:
-        """Maps the name of each compressed or offloaded value to its codec or link."""
+        """Maps the name of each compressed or offloaded value to its codec or link (to host memory or disk)."""
         return {d.value: d.form for d in self.decisions if d.is_packed}
 
     @property
     def effect(self) -> tuple[object, ...]:
-        """A key for comparing the plans of a region. Equal keys mean that both plans do the same in the region.
+        """A key for comparing the plans of a region (a module that the plan decides about). Equal keys mean that both plans do
+        the same in the region.
 
         Such plans differ only in predictions and reasons.
         """
@@ -126,12 +133,13 @@ class RegionPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def has_offload(self) -> bool:
-        """Whether any value of this region is offloaded over a link."""
+        """Whether any value of this region (a module that the plan decides about) is offloaded to host memory or disk."""
         return any(d.decision is Decision.OFFLOAD for d in self.decisions)
 
 
 def hiding(regions: Iterable[RegionPlan]) -> frozenset[str]:
-    """Return the names of the regions whose compute hides another region's transfers over a link.
+    """Return the names of the regions (modules that the plan decides about) that compute while values of another region are
+    transferred over a link (to host memory or disk).
 
     They are the regions that follow a region with offloaded values.
     """
@@ -139,9 +147,7 @@ def hiding(regions: Iterable[RegionPlan]) -> frozenset[str]:
 
 
 class FixedPart(msgspec.Struct, frozen=True, kw_only=True):
-    """Data: activations that every plan of this model keeps: their bytes, where they are saved, and why they cannot be
-    dropped.
-    """
+    """Data: activations that no plan of this model can drop: their bytes, where they are saved, and the reason."""
 
     where: str
     bytes: int
@@ -149,7 +155,9 @@ class FixedPart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _ENOUGH = 0.5
-"""If plans can drop, compress or offload a smaller share of the activations, the user learns why."""
+"""A share of the activations. If plans can drop, compress or offload less than this share, the user gets a sentence that says
+why.
+"""
 _PARTS_SHOWN = 2
 
 
@@ -205,7 +213,9 @@ class TimelinePoint(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def phase(self) -> str:
-        """The part of the step that this tick belongs to: the first word of ``backward of layers.3.mlp (mm)``."""
+        """The part of the step that this tick (the position of an op) belongs to: the first word of ``backward of layers.3.mlp
+        (mm)``.
+        """
         return self.moment.partition(" ")[0]
 
 
@@ -222,7 +232,8 @@ class FrontierPoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CompiledUnit(msgspec.Struct, frozen=True, kw_only=True):
-    """Data: a module that torch.compile compiles, with its ``path`` in the model and the paths of the regions inside it.
+    """Data: a module that torch.compile compiles, with its ``path`` in the model and the paths of the regions (modules that the
+    plan decides about) inside it.
 
     ``options`` are torch.compile's options if the plan compiles a plain module itself; ``None`` if the user compiled it.
     ``copied_inputs`` lists inputs that backward reads as copies, in the format of ``RegionCall.copied_inputs`` in the trace.
@@ -256,16 +267,18 @@ COLLECTIVES = "collectives"
 class Plan(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
     """Data: the decisions for all saved values of a step under a budget. ``plimsoll.plan`` makes it; ``save`` saves it.
 
-    ``lower_bound_seconds`` bounds the step time of *any* plan that this engine could make under this model of the machine (each
-    op recomputed at most once, these costs); it does not bound the machine itself. ``price_seconds_per_byte`` is the time per
-    step that one more byte of budget would save at the solution (0 if memory is not scarce). ``str`` shows the plan as a table.
+    ``lower_bound_seconds`` bounds the step time of *any* plan that Plimsoll could make under this model of the machine (each op
+    recomputed at most once, these costs); it does not bound the machine itself. ``price_seconds_per_byte`` is the time per step
+    that one more byte of budget would save at the solution (0 if memory is not scarce). ``str`` shows the plan as a table.
     """
 
     KIND: ClassVar[str] = "plan"
     SCHEMA_VERSION: ClassVar[int] = 5
-    """Schema 2 added the price of regions and the seconds of timeline points. Schema 3 added the bytes of the unmanaged step to
-    timeline points. In older files these fields are ``None``. Schema 4 added the change to points of the frontier, and
-    tiles; in older files both are empty. Schema 5 added the state that is offloaded; in older files there is none."""
+    """Schema 2 added the price of regions (modules that the plan decides about) and the seconds of timeline points. Schema 3
+    added the bytes of the step without a plan to timeline points. In older files these fields are ``None``. Schema 4 added the
+    change to points of the frontier, and tiles; in older files both are empty. Schema 5 added the state that is offloaded; in
+    older files there is none.
+    """
 
     schema_version: int = SCHEMA_VERSION
     status: Status
@@ -313,9 +326,13 @@ class Plan(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
     """Maps each rank to its budget in bytes, if ranks with different budgets planned together. ``budget_bytes`` is then the
     smallest of these budgets."""
     compiled: tuple[CompiledUnit, ...] = ()
-    """The modules that torch.compile compiles; the plan's decisions for regions in them go through its partitioner."""
+    """The modules that torch.compile compiles; the plan's decisions for regions (modules that the plan decides about) in them
+    go through its partitioner.
+    """
     written: tuple[str, ...] = ()
-    """Names of the parameters that forward or backward writes to. Runs outside training (measurements) restore them."""
+    """Names of the parameters that forward or backward writes to in place. Measurements that run the step outside of training
+    restore them afterwards.
+    """
     in_flight: int = 1
     """How many micro-batches are between their forward and their backward at the same time on a pipeline stage. All of them
     follow this plan."""
@@ -327,8 +344,9 @@ class Plan(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
     """The module calls that run in tiles, a few rows at a time. The bounds and gaps of the plan hold for steps with these
     tiles."""
     state: OffloadedState | None = None
-    """Which optimizer state is on a link between steps; ``None`` if all of it stays on the device. The bounds and gaps of the
-    plan hold for steps with this decision."""
+    """Which optimizer state is on a link (to host memory or disk) between steps; ``None`` if all of it stays on the device. The
+    bounds and gaps of the plan hold for steps with this decision.
+    """
     framework: str = "torch"
     """The framework that the plan was made for; a plan for one framework cannot be applied to functions of another."""
 

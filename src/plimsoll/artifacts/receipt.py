@@ -18,7 +18,9 @@ from plimsoll.artifacts.fault import Fault
 from plimsoll.artifacts.plan import Plan
 
 OWN = "own"
-"""The strategy's name in a receipt without a plan, about the model's own checkpointing, offloading or compiled budget."""
+"""The strategy's name in a receipt (the result of ``plimsoll.verify``) that was made without a plan: it verifies the model's
+own checkpointing, offloading or compiled budget.
+"""
 SECONDS_TOLERANCE = 0.10
 """A predicted step time is off if it differs from the measured step time by more than this share of the measured time."""
 PEAK_TOLERANCE = 0.05
@@ -30,8 +32,11 @@ Qwen3 and GPT-2 (float32 and bfloat16) the largest ratio was 1.2, and the median
 _UNCHECKED_ROUNDING = 1e-3
 """The relative difference of the gradient that tiles may cause if no step in float64 can be compared with."""
 _BROKEN_PROMISE = 0.10
-"""A plan without a budget fails if the measured peak exceeds the predicted peak by more than this share. Small steps on the
-gloo backend exceed it by about this share."""
+"""A share of the predicted peak. A plan without a budget fails if the measured peak exceeds the predicted peak by more than
+this share.
+
+Small steps on the gloo backend exceed it by about this share.
+"""
 
 
 def finite(number: float) -> float | None:
@@ -40,7 +45,9 @@ def finite(number: float) -> float | None:
 
 
 class ReceiptVerdict(AdvisedEnum):
-    """The possible verdicts of a receipt, and advice on each. A receipt has the first verdict, in this order, that applies."""
+    """The possible verdicts of a receipt (the evidence for a plan), and advice on each. A receipt has the first verdict, in
+    this order, that applies.
+    """
 
     GRADIENTS_DIFFER = (
         "GRADIENTS_DIFFER",
@@ -99,10 +106,10 @@ class ReceiptVerdict(AdvisedEnum):
 
 
 class Mismatch(msgspec.Struct, frozen=True, kw_only=True):
-    """Data: one gradient or buffer that is not equal bit for bit between the step with the plan and the unmanaged step.
+    """Data: one gradient or buffer that is not equal bit for bit between the step with the plan and the step without a plan.
 
-    ``baseline_max_absolute_difference`` is how far two unmanaged runs of the same step differ on this tensor; ``None`` if that
-    difference is not finite.
+    ``baseline_max_absolute_difference`` is how far two runs without a plan of the same step differ on this tensor; ``None`` if
+    that difference is not finite.
     """
 
     name: str
@@ -158,7 +165,7 @@ class Slope(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TileRounding(msgspec.Struct, frozen=True, kw_only=True):
-    """Data: how far running module calls in tiles moves the gradients, beside the rounding that the step has anyway.
+    """Data: how far running module calls in tiles moves the gradients, compared with the rounding that the step has anyway.
 
     ``difference`` is the relative difference of the tiled and the plain gradient. ``plain_error`` and ``tiled_error`` are their
     relative errors against the same step in float64. For each gradient tensor, the tiled step's error may be ``MOST_ROUNDING``
@@ -178,17 +185,16 @@ class TileRounding(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_rounding(self) -> bool:
-        """Whether rounding explains the difference between the tiled and the plain gradient."""
+        """Whether the difference between the tiled and the plain gradient is only rounding."""
         return not self.exceeding and (not self.obstacle or self.difference <= _UNCHECKED_ROUNDING)
 
 
 class RegionOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """Data: how the engine handled one call of one region (``engine``), and why (``reason``).
+    """Data: how the calls of one region (a module that the plan decides about) were handled (``engine``), and why (``reason``).
 
     Autograd saved ``activation_bytes`` in this call. Of these, ``droppable_bytes`` could be recomputed bit for bit, and this
-    plan recomputed ``dropped_bytes``. ``streams`` is the number of known sequences of torch calls, each with its own recipe: a
-    region whose code branches has several. ``reruns`` counts the calls with an unknown sequence whose forward ran again in
-    backward.
+    plan recomputed ``dropped_bytes``. ``streams`` is the number of known sequences of torch calls: a region whose code branches
+    has several. ``reruns`` counts the calls with an unknown sequence whose forward ran again in backward.
     """
 
     name: str
@@ -203,7 +209,9 @@ class RegionOutcome(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def how(self) -> str:
-        """How backward gets what this region dropped, in words: by one recipe, by several, or by running forward again."""
+        """In words, how backward gets the tensors that this region (a module that the plan decides about) dropped: by running
+        recorded ops, one list or several, or by running forward again.
+        """
         if self.engine is not Engine.RECIPE:
             return str(self.engine)
         recipes = f"{self.streams} recipes" if self.streams > 1 else str(self.engine)
@@ -324,7 +332,7 @@ class Receipt(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
     """How many saved tensors were compared with the tensors that backward got."""
     intermediates: tuple[Intermediate, ...] = ()
     is_deterministic: bool
-    """Whether two unmanaged runs of the step gave the same bits."""
+    """Whether two runs of the step without a plan gave the same bits."""
     baseline_losses: tuple[float | None, ...]
     plan_losses: tuple[float | None, ...]
     baseline_curve: tuple[float | None, ...] = ()
@@ -351,7 +359,9 @@ class Receipt(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
     confirmation: Confirmation | None = None
     """Measurements on the device of a plan that was made without the device; ``None`` if the plan was made on the device."""
     revised_plan: Plan | None = None
-    """A second plan with measured costs, made if the original plan's predictions were off."""
+    """A second plan that was made with costs measured on the device, because the original plan's predictions were off; ``None``
+    if there is none.
+    """
 
     def __post_init__(self) -> None:
         if not self.rounding_tolerance >= 0:
@@ -374,7 +384,9 @@ class Receipt(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def droppable_share(self) -> float:
-        """The share of the bytes saved by autograd in all regions that could be recomputed bit for bit, from 0 to 1."""
+        """The share of the bytes saved by autograd in all regions (modules that the plan decides about) that could be
+        recomputed bit for bit, from 0 to 1.
+        """
         total = sum(region.activation_bytes for region in self.regions)
         return sum(region.droppable_bytes for region in self.regions) / total if total else 0.0
 
@@ -395,7 +407,7 @@ class Receipt(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def verdict(self) -> ReceiptVerdict:
-        """The verdict of this receipt: the first member of ``ReceiptVerdict`` that applies."""
+        """The verdict of this receipt (the evidence for a plan): the first member of ``ReceiptVerdict`` that applies."""
         gradients = self._verdict_on_gradients()
         is_beyond_rounding = self.tile_rounding is not None and not self.tile_rounding.is_rounding
         if gradients is ReceiptVerdict.GRADIENTS_DIFFER or self._slope_disagrees or is_beyond_rounding:

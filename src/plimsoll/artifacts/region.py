@@ -1,4 +1,5 @@
-"""One region call as a graph: the ops it ran, the values between them, and the slots that autograd saved.
+"""One call of a region (a module that a plan decides about) as a graph: the ops that it ran, the values between them, and the
+slots (tensors that autograd saved).
 
 A *value* is one version of one storage: views of it cost nothing and do not appear, and a write to it makes a new value. An
 *op* reads values and produces values. A *slot* is one tensor that autograd saved for backward; slots are in saving order.
@@ -15,7 +16,7 @@ IS_COLLECTIVE = "is a collective"
 
 
 class Origin(enum.StrEnum):
-    """Where a value of a region comes from: an op of the region, or from outside."""
+    """Where a value of a region (a module that a plan decides about) comes from: an op of the region, or from outside."""
 
     OP = "op"
     INPUT = "input"
@@ -25,7 +26,8 @@ class Origin(enum.StrEnum):
 
 
 class Value(msgspec.Struct, frozen=True, kw_only=True):
-    """Data: one version of one storage, in the graph of a region. Each write to a storage makes a new value.
+    """Data: one version of one storage, in the graph of a region (a module that a plan decides about). Each write to a storage
+    makes a new value.
 
     ``bytes`` is the number of bytes that rebuilding the value allocates: the size of the whole storage, or of one iteration's
     part if a loop runs the region and the storage holds the values of all iterations. ``storage`` is the id of the storage in
@@ -46,7 +48,7 @@ class Value(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RegionOp(msgspec.Struct, frozen=True, kw_only=True):
-    """Data: one op of the region's forward.
+    """Data: one op of the forward of a region (a module that a plan decides about).
 
     ``reads`` and ``writes`` are ids of values. An in-place op reads the old version of a storage and writes the new version.
     ``cost_key`` names the op with its shapes in ``Costs``; ``tick`` is the op's position in the traced step. ``obstacle`` is
@@ -79,9 +81,9 @@ class Slot(msgspec.Struct, frozen=True, kw_only=True):
     """Data: one tensor that autograd saved for backward.
 
     ``value`` is ``-1`` for tensors that Plimsoll does not manage (parameters, tensors whose storage it never saw). ``packed``,
-    ``unpacked`` and ``released`` are ticks of the traced step: the slot is saved before op ``packed`` starts, first read before
-    op ``unpacked`` starts (``-1``: never), and freed before op ``released`` starts. If the slot ``is_overwritten``, op
-    ``released`` is the last reader of its tensor and writes over the tensor.
+    ``unpacked`` and ``released`` are ticks of the traced step (one tick per op): the tensor is saved before op ``packed``
+    starts, first read before op ``unpacked`` starts (``-1``: never), and freed before op ``released`` starts. If
+    ``is_overwritten`` is true, op ``released`` is the last reader of its tensor and writes over the tensor.
     """
 
     index: int
@@ -93,12 +95,13 @@ class Slot(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_managed(self) -> bool:
-        """Whether the tensor is a value that Plimsoll knows."""
+        """Whether the tensor is a value that Plimsoll knows, so that a plan decides about it."""
         return self.value >= 0
 
 
 class RegionGraph(msgspec.Struct, frozen=True, kw_only=True):
-    """Data: the ops, values and slots (tensors that autograd saved) of one region call; an id is a position in its tuple.
+    """Data: the graph of one call of a region (a module that a plan decides about): its ops, values and slots (tensors that
+    autograd saved). An id is a position in its tuple.
 
     ``outputs`` are the ids of the values that the region returns.
     """
@@ -108,4 +111,4 @@ class RegionGraph(msgspec.Struct, frozen=True, kw_only=True):
     slots: tuple[Slot, ...]
     outputs: tuple[int, ...]
     backward_order: tuple[int, ...]
-    """Indices of the slots that backward reads, in the order of their first reading."""
+    """Indices of the saved tensors (slots) that backward reads, in the order in which backward first reads them."""

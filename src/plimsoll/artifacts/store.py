@@ -29,9 +29,11 @@ from plimsoll.errors import PlanFileError
 from plimsoll.units import MIB
 
 Reportable = Plan | Receipt | Comparison | Advice | Verdict | Finding | Estimate | SequenceLengths
-"""Artifacts that can be shown as an HTML page: results about one step of one model, estimates, and longest sequences."""
+"""The types of artifacts that can be shown as an HTML page: results about one step of one model, estimates, and longest
+sequences.
+"""
 Artifact = Reportable | Explanation | Fit | Traffic
-"""The type of all artifacts that can be saved and shown."""
+"""The type of all artifacts: results that can be saved and shown, such as plans."""
 Kind = TypeVar("Kind", bound=ArtifactBase)
 
 _LIMITS = ReadLimits(most_bytes=128 * MIB)
@@ -40,7 +42,9 @@ _MADE_BY = {
     Receipt.KIND: "plimsoll verify TARGET --plan plan.json --output receipt.json",
     Verdict.KIND: "plimsoll probe TARGET --plan plan.json --output verdict.json",
 }
-"""For each kind of artifact that other functions read, the command that writes it."""
+"""The command that makes each kind of artifact, for error messages. Only kinds that some function takes as an argument are
+listed.
+"""
 _KINDS: dict[str, type[Artifact]] = {kind.KIND: kind for kind in get_args(Artifact)}
 
 
@@ -107,9 +111,9 @@ def _unwrap_odd_numbers(node: Any) -> Any:
 
 
 _AMOUNTS = ("by_category", "classes", "budget_bytes_of_ranks")
-"""Names of fields that map names to numbers of bytes."""
+"""Names of artifact fields that map names to numbers of bytes."""
 _DIFFERENCES = ("saved_bytes", "lowers_bytes")
-"""The fields of bytes that may be negative, because they are differences."""
+"""Names of artifact fields in bytes that may be negative, because they are differences."""
 _MOST_NUMBER = 1e30
 
 

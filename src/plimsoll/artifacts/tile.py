@@ -6,7 +6,7 @@ import msgspec
 
 
 class Tile(msgspec.Struct, frozen=True, kw_only=True):
-    """Data: the calls of the module ``path`` run in ``count`` tiles.
+    """Data: a decision that all calls of the module ``path`` run in ``count`` parts (tiles), each with some of the rows.
 
     ``inputs`` maps the place of each argument that has rows (a position or a keyword, as text) to the dimension of its rows,
     and ``outputs`` has the dimension of the rows in each returned tensor. ``rows`` is the number of rows in the planned step.

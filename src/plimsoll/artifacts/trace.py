@@ -1,11 +1,11 @@
-"""Data of a traced training step: all ops, all storages with their lifetimes, and all region calls.
+"""Data of a traced training step: all ops, all storages with their lifetimes, and all calls of regions.
 
 A region is a module whose saved activations Plimsoll may manage. A slot is one tensor that autograd saved for backward.
 
-Time is counted in *ticks*: op ``t`` of ``Trace.ops`` runs at tick ``t``. A storage is alive during the ticks
-``[born, dies)``; ``born`` is ``-1`` for storages that existed before the step. **Lifetimes do not include what the saved
-slots of regions hold**: a plan decides about those slots, so the simulator adds them back. Lifetimes do include slots saved
-outside every region (the loss, the head), because plans never change them.
+Time is counted in *ticks*: op ``t`` of ``Trace.ops`` runs at tick ``t``. A storage is alive during the ticks ``[born, dies)``;
+``born`` is ``-1`` for storages that existed before the step. **Lifetimes do not include what the saved slots of regions hold**:
+a plan decides about those slots, so the simulator adds them back. Lifetimes do include slots saved outside every region (the
+loss, the head), because plans never change them.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class Category(enum.StrEnum):
 
 
 class Storage(msgspec.Struct, frozen=True, kw_only=True):
-    """Data: one allocation of the step.
+    """Data: one allocation of the traced step.
 
-    It is alive from tick ``born`` until before tick ``dies``; op ``t`` runs at tick ``t``.
+    It is alive from tick ``born`` until before tick ``dies``. A tick is the position of an op: op ``t`` runs at tick ``t``.
     """
 
     id: int
@@ -55,16 +55,18 @@ class Storage(msgspec.Struct, frozen=True, kw_only=True):
     born: int
     dies: int
     region: int = -1
-    """The position of the region call whose forward allocated the storage; ``-1`` if it was allocated outside all regions."""
+    """The position of the region call (a call of a module that the plan decides about) whose forward allocated the storage;
+    ``-1`` if it was allocated outside all regions.
+    """
     is_overwritten: bool = False
-    """Whether the op at tick ``dies`` is the storage's last reader and writes its own output into this memory."""
+    """Whether the op at tick (position) ``dies`` reads the storage last and reuses this memory for its own output."""
 
 
 class TraceOp(msgspec.Struct, frozen=True, kw_only=True):
     """Data: one op of the traced step; ``cost_key`` names the op together with its shapes.
 
-    ``Trace.ops`` has the order of execution. ``region`` is the position of the region call in ``Trace.regions``; ``-1`` for an
-    op outside all regions.
+    ``Trace.ops`` has the order of execution. ``region`` is the position of the region call (a call of a module that the plan
+    decides about) in ``Trace.regions``; ``-1`` for an op outside all regions.
     """
 
     name: str
@@ -131,20 +133,25 @@ class RegionCall(msgspec.Struct, frozen=True, kw_only=True):
     backward: tuple[int, int]
     obstacle: str = ""
     value_read: str = ""
-    """The first line of the model's code in the region that reads values of tensors (``moe.py:62``), or "". Another batch may
-    then run other ops here, or ops of other sizes."""
+    """The first line of the model's code in the region (a module that the plan decides about) that reads values of tensors
+    (``moe.py:62``), or "". Another batch may then run other ops here, or ops of other sizes.
+    """
     is_emptied: bool = False
-    """Whether parameters that the region reads are freed between its forward and its backward, as a sharded model frees
-    gathered parameters. Then nothing in the region can be rebuilt before the region's own backward."""
+    """Whether parameters that the region (a module that the plan decides about) reads are freed between its forward and its
+    backward, as a sharded model frees gathered parameters. Then nothing in the region can be rebuilt before the region's own
+    backward.
+    """
     is_compiled: bool = False
-    """Whether torch.compile runs the region. A dropped value is then freed after its last use in forward, not only when the
-    region's forward ends."""
+    """Whether torch.compile runs the region (a module that the plan decides about). A dropped value is then freed after its
+    last use in forward, not only when the region's forward ends.
+    """
     copied_inputs: tuple[str, ...] = ()
     """Inputs of compiled code that backward reads as copies, because they change before backward runs. An entry ``key:`` names
     a graph by a key made of its inputs; an entry ``key:input#3`` names an input that changes outside that graph."""
     unpacks_at_once: bool = False
-    """Whether values may be compressed or offloaded although torch.compile runs the region. All these values are then packed
-    when the region's forward ends, and unpacked when its backward begins."""
+    """Whether values may be compressed or offloaded although torch.compile runs the region (a module that the plan decides
+    about). All these values are then packed when the region's forward ends, and unpacked when its backward begins.
+    """
 
 
 class Trace(msgspec.Struct, frozen=True, kw_only=True):
@@ -195,11 +202,11 @@ class WatchedStep(msgspec.Struct, frozen=True, kw_only=True):
     An example is checkpointing. In a trace for planning, lifetimes of storages do not include the time that saved tensors hold
     them. Here they do, and ``trace`` includes the ops of forward that run again in backward.
 
-    ``trace`` does not have regions. Ticks below ``forward_end`` belong to forward, ticks from there to ``backward_end`` to
-    backward. ``recomputed`` lists the ticks of ops that ran forward again within backward. ``output_ends`` maps each storage of
-    the step's output to the tick at which it would be freed if the output did not hold it. ``first_writes`` maps a gradient's
-    storage that existed before the step to the tick at which it is first written. ``without_gradient`` names the parameters
-    that do not get a gradient.
+    ``trace`` does not have regions (modules that the plan decides about). Ticks below ``forward_end`` belong to forward, ticks
+    from there to ``backward_end`` to backward. ``recomputed`` lists the ticks of ops that ran forward again within backward.
+    ``output_ends`` maps each storage of the step's output to the tick at which it would be freed if the output did not hold it.
+    ``first_writes`` maps a gradient's storage that existed before the step to the tick at which it is first written.
+    ``without_gradient`` names the parameters that do not get a gradient.
     """
 
     trace: Trace

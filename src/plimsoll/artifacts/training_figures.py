@@ -1,6 +1,7 @@
 """The figures of a training under a plan: as one line for people, as numbers for a log, and in the text of its handle.
 
-A plan predicts the traced step. Here the bytes that only the real training step has are added, and its measured peak.
+A plan predicts the peak of the traced step. These figures add the bytes that only the real training step has, and the measured
+peak.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from plimsoll.units import format_bytes, format_share
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingFigures:
-    """The figures of a training under a plan, as data.
+    """Data: the figures of a training under a plan: budget, peaks in bytes, and extra time.
 
     Example:
         >>> figures = TrainingFigures(
@@ -41,17 +42,19 @@ class TrainingFigures:
     overhead: float
     """The time that the plan is predicted to add to a step, as a share of the step's time without a plan."""
     extra_seconds: float
-    """The same time in seconds per step."""
+    """The time that the plan is predicted to add to a step, in seconds."""
     managed_blocks: int
-    """How many regions (mostly the repeated blocks) do not keep everything."""
+    """How many regions (modules that the plan decides about, mostly the repeated blocks) do not keep everything."""
     blocks: int
     unseen_bytes: int = 0
-    """The part of the planned peak that the traced step does not contain: the loop's own step was measured to need it."""
+    """The part of the planned peak that the traced step does not have, in bytes: the real training step was measured to need
+    more.
+    """
 
     @classmethod
     def of(cls, plan: Plan, *, unseen_bytes: int = 0, measured_peak_bytes: int = 0) -> TrainingFigures:
-        """Return the figures of a plan. ``unseen_bytes`` are those of the training step that the plan's peaks do not
-        contain.
+        """Make the figures of a plan. ``unseen_bytes`` is what the real training step was measured to need in addition to the
+        plan's peaks.
         """
         return cls(
             budget_bytes=plan.budget_bytes,
@@ -82,7 +85,9 @@ class TrainingFigures:
 
     @property
     def parts_of_peak(self) -> str:
-        """A clause with the two parts of the planned peak, or an empty text if all of it is in the traced step."""
+        """Return a clause that splits the planned peak into the traced step's part and the rest, or an empty text if there is
+        no rest.
+        """
         if not self.unseen_bytes:
             return ""
         return (
@@ -93,7 +98,9 @@ class TrainingFigures:
 
     @property
     def note(self) -> str:
-        """A sentence for the plan's text, which shows the traced step: how the peaks of the training steps differ from it."""
+        """Return a sentence, shown with the plan, that says how the peaks of the real training steps differ from the traced
+        step's.
+        """
         parts = ["the peaks above belong to the traced step"]
         if self.unseen_bytes:
             parts.append(
@@ -129,7 +136,7 @@ class ShowsFigures(abc.ABC):
 
     @abc.abstractmethod
     def headline(self) -> str:
-        """Return one line that names the model and what happens to it now."""
+        """Return one line that names the model and says what Plimsoll does to it now."""
 
     def _shown_plan(self) -> Plan | None:
         """Return the plan to show below the headline, or ``None`` to show only the headline."""

@@ -18,7 +18,7 @@ from plimsoll.artifacts.base import AdvisedEnum, ArtifactBase
 class Ruling(AdvisedEnum):
     """The possible rulings of a probe, which trains with and without a plan.
 
-    The first one, in this order, that applies counts.
+    A verdict has the first ruling, in this order, that applies.
     """
 
     BASELINE_DIVERGED = (
@@ -53,7 +53,7 @@ class Ruling(AdvisedEnum):
 
 
 class Outcome(enum.StrEnum):
-    """The result of one rule. A rule compares a confidence interval with an allowed range."""
+    """The possible results of one rule. A rule compares the confidence interval of a measured figure with an allowed range."""
 
     CLEAR = "CLEAR"
     """The confidence interval is within the allowed range."""
@@ -73,7 +73,7 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     ruling: Ruling
-    """The probe's ruling if this rule is broken."""
+    """The ruling that the probe gives if this rule is broken."""
     outcome: Outcome
     allowed: str
     found: str
@@ -107,7 +107,7 @@ NORM_QUANTILES = (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
 """The levels of the quantiles in ``NormSummary.quantiles``, in the same order."""
 
 WHOLE_MODEL = "whole model"
-"""Used as a block's name for the figures of all parameters together."""
+"""The name that stands in place of a block's name for the figures of the whole model."""
 
 
 class NormComparison(msgspec.Struct, frozen=True, kw_only=True):
@@ -127,7 +127,7 @@ class NormComparison(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GradientComparison(msgspec.Struct, frozen=True, kw_only=True):
-    """Data: the plan's gradient compared with the unmanaged gradient g, over ``samples`` steps.
+    """Data: the plan's gradient compared with the gradient g without a plan, over ``samples`` steps.
 
     In each step, parameters, batch and random state are the same for both gradients. ``relative_error`` is ‖Δg‖ / ‖g‖, and
     ``largest_error`` is the largest such error seen. ``cosine`` is the cosine of the angle between the two gradients. ``gain``
@@ -212,7 +212,9 @@ class Verdict(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
     items: str
     """What ``items_per_second`` counts: tokens or examples."""
     delay: IntervalEstimate | None = None
-    """The number of steps that the plan needs for the same loss, divided by the baseline's number (1: equal)."""
+    """How many times as many steps the plan needs to reach the same loss: its number of steps divided by the baseline's (1:
+    equal).
+    """
     held_out_difference: IntervalEstimate | None = None
     """The held-out loss with the plan minus the held-out loss without the plan."""
     comparisons: tuple[NormComparison, ...]

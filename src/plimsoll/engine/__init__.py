@@ -1,1 +1,3 @@
-"""Execute a plan on a model: saved-tensor hooks, replay of dropped tensors, guards, and the fallback that keeps everything."""
+"""Execute a plan on a model: saved-tensor hooks, recomputation of dropped tensors, checks before tensors are dropped (guards),
+and a fallback that keeps everything.
+"""

@@ -1,14 +1,16 @@
-"""Derive the recipe for a size or a constant that was never recorded, from recordings at other sizes or constants.
+"""Derive the recipe (the ops that rebuild dropped tensors) for an input size or a constant that was never recorded, from
+recordings at other sizes or constants.
 
-Recordings of one region at several sizes differ in numbers alone: sizes, strides, offsets, bounds of slices, bytes. If each
-number is constant or an expression of the region's input sizes (see ``planning.expressions``), the recording of any other size
-can be written down without watching a call. Three recordings are needed: two suggest an expression, and the third must confirm
-it, op by op and bit for bit. If no expression or more than one expression fits a number, the call is recorded. A call with a
-size of 0 or 1 is recorded too, because such sizes select other kernels. At one size, constants that differ from call to call
-become inputs of the recipe if the call's own arguments contain them (see ``open_numbers``).
+Recordings of one region (a module that the plan decides about) at several sizes differ only in numbers: sizes, strides,
+offsets, bounds of slices, bytes. If each number is constant or an expression of the region's input sizes (see
+``planning.expressions``), the recording of any other size can be written down without watching a call. Three recordings are
+needed: two suggest an expression, and the third must confirm it, op by op and bit for bit. If no expression or more than one
+expression fits a number, the call is recorded. A call with a size of 0 or 1 is recorded too, because such sizes select other
+kernels. At one size, constants that differ from call to call become inputs of the recipe if the call's own arguments contain
+them (see ``open_numbers``).
 
 A derived recipe is never trusted blindly: before anything is dropped, the call's torch calls are compared with the derived
-stream, and the tensors that the call saves are compared with the derived sizes. Samples and inspections check a derived recipe
+ones, and the tensors that the call saves are compared with the derived sizes. Samples and inspections check a derived recipe
 like any other recipe.
 """
 
@@ -35,13 +37,16 @@ from plimsoll.tracing.recorder.recorder import RecordedOp, RecordedValue, Ref
 # An offset and a factor fit any two numbers, so only a third recording can confirm an expression.
 LEAST_RECORDINGS = 3
 MOST_RECORDINGS = 8
-"""The largest number of different recordings in a family. A family has recordings that differ in numbers only.
+"""How many different recordings a family may have at most. A family is a group of recordings of one region (a module that the
+plan decides about) that differ in numbers only.
 
-With more recordings, it is not worth the effort to derive other sizes: the region is recorded at each size.
+With more, recipes for other sizes are no longer derived from the family: the region is recorded at each size.
 """
 
 Change = Callable[[Any], Any]
-"""A function that maps one number of a recording to another number."""
+"""A function that is applied to one number (a size, stride or constant) of a recording, and returns the number to put in its
+place.
+"""
 
 _FROM_WHOLE: tuple[tuple[Callable[[int], float], Callable[[float], float]], ...] = (
     (float, lambda value: value),
@@ -49,19 +54,20 @@ _FROM_WHOLE: tuple[tuple[Callable[[int], float], Callable[[float], float]], ...]
     (lambda whole: whole**-0.5, lambda value: value**-2),
     (math.sqrt, lambda value: value**2),
 )
-"""Pairs of functions. The first is one that Python code applies to sizes (scales of means and of attention), the second its
-inverse.
+"""Pairs of functions: one that Python code applies to a whole number such as a size (for means, or the scale of attention), and
+its inverse. They find the size behind a recorded float.
 """
 _WHOLE: tuple[tuple[Callable[[int], int], Callable[[int], int]], ...] = ((int, int),)
 
 
 class Recordings:
-    """All recordings (see `Recording`) of one region. They are stored by signature (shapes and dtypes of the inputs, and other
-    state), and in families.
+    """Stores all recordings of one region (a module that the plan decides about). A recording holds the torch calls and ops of
+    one call of the region.
 
-    A family has recordings that differ in numbers only. Recordings for other sizes are derived from a family.
+    They are stored by signature (shapes and dtypes of the inputs, and other state), and in families: groups of recordings that
+    differ in numbers only. Recordings for other sizes are derived from a family.
 
-    ``most`` is the largest number of signatures that are stored.
+    ``most`` is how many signatures are stored at most.
     """
 
     def __init__(self, most: int) -> None:
@@ -71,19 +77,20 @@ class Recordings:
         self._is_trusted = True
 
     def distrust(self) -> None:
-        """Discard all recordings and derive none from now on. It is called when a recipe has made another tensor than forward
-        did.
+        """Discard all recordings, and derive none from now on: each signature (shapes, dtypes and other state of a call) must
+        be recorded itself.
 
-        After that, each signature is recorded by itself.
+        Called after a recipe has rebuilt a tensor that differs from forward's.
         """
         self._is_trusted = False
         self._watched.clear()
         self._families.clear()
 
     def add(self, signature: tuple[Any, ...], recording: Recording) -> None:
-        """Store the recording of a call with this signature.
+        """Store the recording of a call with this signature (shapes and dtypes of its inputs, and other state).
 
-        If the recording may serve other sizes, add it to its family too.
+        If recipes for other sizes may be derived from the recording, add it to its family too (recordings that differ in
+        numbers only).
         """
         if not self._is_trusted:
             return
@@ -107,17 +114,20 @@ class Recordings:
         family.add(sizes, tuple(numbers), recording)
 
     def opened(self, signature: tuple[Any, ...]) -> list[Opened]:
-        """Return recordings of calls with this signature. The numbers that change from call to call are left open.
+        """Return recordings for calls with this signature (shapes and dtypes of inputs, other state) in which numbers that
+        change from call to call are placeholders.
 
-        Each serves calls that differ from recorded calls only in numbers, if these numbers follow from the call's arguments.
+        Such a recording can be used for any call that differs from the recorded calls only in these numbers, if the numbers
+        follow from the call's arguments.
         """
         skeleton, sizes = _split(signature)
         return [opened for family in self._families.get(skeleton, ()) for opened in family.opened(sizes)]
 
     def at(self, signature: tuple[Any, ...]) -> tuple[Recording | Resized, ...]:
-        """Return what is known about calls with this signature, with one item for each known sequence of torch calls (stream).
+        """Return the recordings for calls with this signature (shapes and dtypes of inputs, other state), one for each known
+        sequence of torch calls.
 
-        The items are the recordings of this signature. If this signature was not recorded, they are derived from other sizes.
+        If the signature was never recorded, they are derived from recordings at other sizes.
         """
         watched = self._watched.get(signature)
         if watched is not None:
@@ -128,8 +138,8 @@ class Recordings:
 
 
 class _Family:
-    """A group of recordings of one region that differ in numbers only. ``bare`` is the recording that they share, with 0 in
-    place of each number.
+    """A group of recordings (of torch calls and ops) of one region (a module that the plan decides about) that differ only in
+    numbers. ``bare`` is any of them with 0 for each number.
     """
 
     def __init__(self, bare: Recording, first: Recording) -> None:
@@ -142,9 +152,9 @@ class _Family:
         self._alike: dict[Sizes, list[_AlikeRecordings]] = {}
 
     def add(self, sizes: Sizes, numbers: tuple[Number, ...], recording: Recording) -> None:
-        """Add a recording of the family at these input sizes.
+        """Add a recording (of one call's torch calls and ops) to this family, made at these input sizes.
 
-        If an earlier recording at the same sizes has other numbers, the numbers depend on data. Recordings for other sizes then
+        If an earlier recording at the same sizes has other numbers, the numbers depend on data. Then recordings for other sizes
         cannot be derived.
         """
         self._follows_sizes &= self._points.setdefault(sizes, numbers) == numbers
@@ -159,15 +169,15 @@ class _Family:
             group.add(recording)
 
     def opened(self, sizes: Sizes) -> list[Opened]:
-        """Return recordings at these sizes whose changing numbers are left open. They serve calls with other numbers at the
-        same sizes.
+        """Return recordings (of torch calls and ops) at these input sizes in which numbers that change from call to call are
+        placeholders. They can be used for calls with any such numbers.
         """
         found = (group.opened(self._not_rebuildable) for group in self._alike.get(sizes, ()))
         return [opened for opened in found if opened is not None]
 
     def at(self, sizes: Sizes) -> Resized | None:
-        """Return a recording for these sizes, derived from the recordings at other sizes. Return ``None`` if it cannot be
-        derived.
+        """Return a recording (of one call's torch calls and ops) for these sizes, derived from the recordings at other sizes.
+        Return ``None`` if it cannot be derived.
         """
         if not self._follows_sizes or not LEAST_RECORDINGS <= len(self._points) <= MOST_RECORDINGS:
             return None
@@ -180,10 +190,11 @@ class _Family:
 
 
 class _AlikeRecordings:
-    """Recordings of one size that differ in numbers only, and whose torch calls returned tensors of equal rank.
+    """Recordings at one input size that differ in numbers only, and whose torch calls returned tensors with equal numbers of
+    dimensions.
 
-    The geometries of these results count as numbers that a call is given: they may depend on the contents of tensors, or on a
-    number that determines a size inside of torch (``torch.arange``).
+    The sizes and strides of these returned tensors count as inputs of the call: they may depend on the contents of tensors, or
+    on a number that determines a size inside of torch (``torch.arange``).
     """
 
     def __init__(self, first: Recording) -> None:
@@ -193,11 +204,13 @@ class _AlikeRecordings:
         self._is_settled = False
 
     def fits(self, recording: Recording) -> bool:
-        """Return whether the torch calls of another recording returned tensors of the same ranks as in this group."""
+        """Return whether a recording (of one call's torch calls and ops) belongs to this group: whether its torch calls
+        returned tensors with the same numbers of dimensions.
+        """
         return _ranks(recording.stream) == _ranks(self._first.stream)
 
     def add(self, recording: Recording) -> None:
-        """Add the numbers of a recording."""
+        """Add the numbers (sizes, strides, constants) of one more recording (of torch calls and ops) to this group."""
         noted: list[Number] = []
         _with_numbers(recording, _noting(noted), with_results=True)
         numbers = tuple(noted)
@@ -206,9 +219,10 @@ class _AlikeRecordings:
             self._is_settled = False
 
     def opened(self, not_rebuildable: Mapping[int, str]) -> Opened | None:
-        """Return one recording for all calls of this group, with the changing numbers left open.
+        """Return one recording (of torch calls and ops) for all calls of this group, in which numbers that change from call to
+        call are placeholders.
 
-        Return ``None`` if there are too few recordings, or if the numbers of a call do not follow from the call's arguments.
+        Return ``None`` if there are too few recordings, or if a call's numbers do not follow from its arguments.
         """
         known = self._numbers
         if not self._is_settled and len(known) >= LEAST_RECORDINGS:
@@ -222,10 +236,11 @@ class _AlikeRecordings:
 
 
 class _OpenRecording:
-    """A recording whose changing numbers are left open, and the programs that plans have made from it.
+    """A recording (of one call's torch calls and ops) whose changing numbers are placeholders (`Unknown`), and the programs
+    that were made from it. A program drops and rebuilds a call's tensors.
 
-    ``points`` has the numbers of several recordings, ``with_results`` as in `_with_numbers`. ``unknowns`` has, for each open
-    number, its value in each of these recordings.
+    ``points`` has the numbers of several recordings; ``with_results`` says whether they include the sizes and strides of
+    tensors that torch calls returned. ``unknowns`` has, for each placeholder, its value in each recording.
     """
 
     def __init__(self, first: Recording, points: Sequence[tuple[Number, ...]], *, with_results: bool = False) -> None:
@@ -238,17 +253,17 @@ class _OpenRecording:
         self._programs: dict[tuple[int, bool], Program] = {}
 
     def stream(self, fill: Change) -> Stream:
-        """Return the stream of torch calls, with ``fill`` applied to each open number."""
+        """Return the recorded sequence of torch calls, with the function ``fill`` applied to each placeholder number."""
         calls = list(self.recording.stream)
         for at in self._calls:
             calls[at] = _call(calls[at], fill)
         return tuple(calls)
 
     def program(self, plan: RegionPlan, shared: Shared, numbers: tuple[Number, ...], *, is_linked: bool) -> Program:
-        """Return the program (it drops and rebuilds tensors under a plan) for calls with these numbers.
+        """Return the program for calls with these numbers. A program drops and rebuilds the call's tensors as the plan says.
 
-        The program takes over what the program for other numbers has learned about the order of reads in backward.
-        ``is_linked`` is as in `Recording.program`.
+        It takes over the order of reads in backward from the program for other numbers. ``is_linked`` is as in
+        `Recording.program`.
         """
         key = (id(plan), is_linked)
         if key not in self._plans:
@@ -259,11 +274,10 @@ class _OpenRecording:
         return program
 
     def _fill(self, plan: ReplayPlan, numbers: tuple[Number, ...]) -> ReplayPlan:
-        """Return a copy of a replay plan. Numbers are filled in where the guard compares them in each call: in the sizes and
-        strides of saved tensors.
+        """Return a copy of a replay plan (what happens to each value of the region) with numbers filled in where each call is
+        checked: in the sizes and strides of saved tensors.
 
-        Recipes are written once and get their numbers when they are bound. The plan computes other bytes and geometries on
-        request.
+        Recipes get their numbers later, when they are bound to a call.
         """
         fill = _filling(numbers)
         region = self.recording.region
@@ -273,8 +287,8 @@ class _OpenRecording:
         )
 
     def _described(self, values: tuple[Number, ...]) -> Number | Unknown:
-        """Describe one number of the recording, given its values in several recordings. Return the number if all values are
-        equal, else an `Unknown`.
+        """Describe one number of the recording (of one call's torch calls and ops) from its values in several recordings: the
+        number itself if all are equal, else a placeholder (`Unknown`).
         """
         name = tuple(map(repr, values))  # distinguishes 1 from 1.0
         if len(set(name)) == 1:
@@ -286,10 +300,10 @@ class _OpenRecording:
 
 
 class _SizeRules:
-    """Derives the open numbers of a recording from the sizes of the inputs. It holds one fitted expression for each open
-    number.
+    """Computes the changing numbers of a recording (of one call's torch calls and ops) from the sizes of the inputs. Each
+    number has an expression that was fitted to the recordings.
 
-    ``sizes`` has the input sizes of the recordings, and ``unknowns`` has for each open number its value in each of them.
+    ``sizes`` has the input sizes of the recordings, and ``unknowns`` has for each changing number its value in each recording.
     """
 
     def __init__(self, sizes: tuple[Sizes, ...], unknowns: Sequence[tuple[Number, ...]]) -> None:
@@ -298,7 +312,9 @@ class _SizeRules:
         self._rules = [self._rule(values) for values in unknowns]
 
     def numbers_at(self, sizes: Sizes) -> tuple[Number, ...] | None:
-        """Return all open numbers at other sizes, or ``None`` if one of them cannot be derived there."""
+        """Return all changing numbers of the recording (of one call's torch calls and ops) at other input sizes, or ``None`` if
+        one of them cannot be computed there.
+        """
         if not self._dimensions.can_tell(sizes):
             return None
         dimensions = self._dimensions.of(sizes)
@@ -314,12 +330,11 @@ class _SizeRules:
 
 
 class Opened:
-    """A recording at one size whose changing numbers are left open. It makes the program for calls that differ in these numbers
-    only.
+    """A recording (of one call's torch calls and ops) at one input size whose changing numbers are placeholders. It makes the
+    program for calls that differ only in these numbers.
 
-    ``is_told`` says whether every open number can be derived from the numbers that a call gets as arguments. ``special`` has
-    the indices of recordings with a number that may select other operations, such as 0: calls with these numbers need their own
-    recipes.
+    ``is_told`` says whether all placeholders can be computed from a call's arguments. ``special`` has the indices of recordings
+    with a number that may select other operations, such as 0: calls with these numbers need their own recipes.
     """
 
     def __init__(self, first: Recording, points: Sequence[tuple[Number, ...]]) -> None:
@@ -339,19 +354,21 @@ class Opened:
 
     @property
     def stream(self) -> Stream:
-        """The torch calls of the region. Numbers that change from call to call are open."""
+        """The sequence of torch calls of the region (a module that the plan decides about), with placeholders for the numbers
+        that change from call to call.
+        """
         return self._open.recording.stream
 
     def numbers(self, given: Given) -> tuple[Number, ...] | None:
-        """Return all open numbers of a call, derived from ``given``, the numbers among the call's arguments. Return ``None`` if
-        a number cannot be derived.
+        """Return all changing numbers of a call, computed from ``given``, the numbers among the call's arguments. Return
+        ``None`` if a number cannot be computed.
         """
         numbers = tuple([rule.number(given) for rule in self._rules])
         return None if None in numbers else numbers  # type: ignore[return-value]
 
     def program(self, plan: RegionPlan, shared: Shared, *, is_linked: bool) -> OpenProgram:
-        """Return the program that serves these calls under a plan: it computes a call's open numbers and gets the recipes for
-        them.
+        """Return the program for these calls under a plan. For each call, it computes the changing numbers and gets the recipes
+        for them (the ops that rebuild dropped tensors).
 
         ``is_linked`` is as in `Recording.program`.
         """
@@ -360,8 +377,8 @@ class Opened:
 
 
 class Resized:
-    """What a region does at a size that was never recorded, derived from recordings at other sizes. It replaces a
-    `Recording`.
+    """Takes the place of a `Recording` for an input size that was never recorded. It is derived from recordings of the region
+    (a module that the plan decides about) at other sizes.
     """
 
     def __init__(self, recording: _OpenRecording, numbers: tuple[Number, ...]) -> None:
@@ -370,16 +387,18 @@ class Resized:
 
     @property
     def stream(self) -> Stream:
-        """The torch calls of the region at this size."""
+        """The sequence of torch calls that the region (a module that the plan decides about) makes at this size."""
         return self._open.stream(_filling(self._numbers))
 
     def program(self, plan: RegionPlan, shared: Shared, *, is_linked: bool) -> Program:
-        """Return the program that serves calls of this size under a plan. See `Recording.program`."""
+        """Return the program that drops and rebuilds tensors in calls of this size under a plan."""
         return self._open.program(plan, shared, self._numbers, is_linked=is_linked)
 
 
 def _nearest_whole(value: Number, unmake: Callable[[Any], Number]) -> int:
-    """Return the whole number nearest to ``unmake(value)``. Return 0 if ``unmake`` fails (overflow, division by zero)."""
+    """Invert a function on a whole number: return the whole number nearest to ``unmake(value)``, or 0 if that overflows or
+    divides by zero.
+    """
     try:
         return round(unmake(value))
     except (OverflowError, ZeroDivisionError):
@@ -387,15 +406,16 @@ def _nearest_whole(value: Number, unmake: Callable[[Any], Number]) -> int:
 
 
 def _exact(expression: Expression, make: Callable[[int], Number], dimensions: Sizes) -> Number | None:
-    """Return ``make`` of the value that the expression has at these dimensions. Return ``None`` if the expression is only a
-    guess, or if its value is not a whole number.
+    """Return ``make`` of the expression's value at these input sizes. Return ``None`` if the expression is only a guess, or if
+    its value is not a whole number.
     """
     value = expression.exactly_at(dimensions)
     return make(value.numerator) if expression.is_known and value.denominator == 1 else None
 
 
 def _split(signature: tuple[Any, ...]) -> tuple[Any, Sizes]:
-    """Split a signature into a signature without the sizes of its inputs, and a tuple of these sizes.
+    """Split a signature (the description of a call's inputs and state) in two: the signature without input sizes, and a tuple
+    of these sizes.
 
     The sizes 0 and 1 stay in the signature, because they select other kernels.
     """
@@ -413,7 +433,7 @@ def _split(signature: tuple[Any, ...]) -> tuple[Any, Sizes]:
 
 
 def _noting(numbers: list[Number]) -> Change:
-    """Return a function that appends the number it is given to ``numbers`` and returns 0."""
+    """Return a function that collects numbers: it appends its argument to ``numbers`` and returns 0."""
 
     def note(number: Any) -> int:
         numbers.append(number)
@@ -423,16 +443,16 @@ def _noting(numbers: list[Number]) -> Change:
 
 
 def _filling(numbers: tuple[Number, ...]) -> Change:
-    """Return a function that replaces an unknown number by the item of ``numbers`` at the unknown's index, and returns other
-    numbers unchanged.
+    """Return a function that replaces a placeholder (`Unknown`) by the number with its index in ``numbers``, and returns any
+    other number unchanged.
     """
     return lambda number: numbers[number.index] if type(number) is Unknown else number
 
 
 def _with_numbers(recording: Recording, change: Change, *, with_results: bool = False) -> Recording:
-    """Return a copy of a recording with each of its numbers changed. The order of the numbers is the same in every call.
+    """Return a copy of a recording with ``change`` applied to each of its numbers, always in the same order.
 
-    ``with_results`` includes the geometries of the tensors that the torch calls returned.
+    ``with_results`` includes the sizes and strides of the tensors that the torch calls returned.
     """
     region = recording.region
     return replace(
@@ -450,9 +470,9 @@ def _with_numbers(recording: Recording, change: Change, *, with_results: bool = 
 
 
 def _graph(graph: RegionGraph, change: Change) -> RegionGraph:
-    """Return a copy of a graph after ``change`` was applied to the bytes of each value.
+    """Return a copy of a recorded graph with ``change`` applied to the bytes of each value.
 
-    Cost keys contain sizes. They are cleared, because the engine does not use them.
+    Its cost keys (op names with shapes) are cleared, because nothing uses them when the plan runs.
     """
     return msgspec.structs.replace(
         graph,
@@ -494,9 +514,9 @@ def _ref(ref: Ref, change: Change) -> Ref:
 
 
 def _call(call: TorchCall, change: Change, *, with_results: bool = False) -> TorchCall:
-    """Return a copy of a torch call with its numbers changed.
+    """Return a copy of a recorded torch call with ``change`` applied to its numbers.
 
-    Bare integers among the arguments are indices of tensors, and are not changed.
+    Bare integers among the recorded arguments are indices of tensors, and are not changed.
     """
     made = call.made if isinstance(call.made, int) else tuple([_looks(looks, change) for looks in call.made])
     return TorchCall(
@@ -511,19 +531,19 @@ def _call(call: TorchCall, change: Change, *, with_results: bool = False) -> Tor
 
 
 def _ranks(stream: Stream) -> list[list[int]]:
-    """Return the ranks (numbers of dimensions) of the tensors that each torch call of a stream returned."""
+    """Return, for each torch call of a recorded sequence, the numbers of dimensions of the tensors that it returned."""
     return [[len(result.items[0].items) for result in call.results] for call in stream]
 
 
 def _is_open(call: TorchCall) -> bool:
-    """Return whether a torch call has a number that is left open (`Unknown`)."""
+    """Return whether a recorded torch call contains a placeholder for a number that changes from call to call (`Unknown`)."""
     numbers: list[Any] = []
     _call(call, _noting(numbers))
     return any(type(number) is Unknown for number in numbers)
 
 
 def _described(value: Any, change: Change) -> Any:
-    """Return an argument of a torch call after ``change`` was applied to each number in it. Floats are stored as text."""
+    """Return a recorded argument of a torch call with ``change`` applied to each number in it. Floats are stored as text."""
     if isinstance(value, Constant):
         held = value.value
         if value.kind is float and type(held) is str:

@@ -54,7 +54,7 @@ class RemovedAtEnd(abc.ABC):
 
     @abc.abstractmethod
     def remove(self) -> None:
-        """Undo what this object has done to the model."""
+        """Undo what this object has done to the model. Called at the end of the ``with`` block."""
 
     def __enter__(self) -> Self:
         return self
@@ -90,13 +90,19 @@ class Handle(ShowsFigures, RemovedAtEnd):
         inside.
         """
         self._compiled = frozenset(compiled)
-        """Names of the regions that the user compiles with torch.compile. The handle does not wrap these regions."""
+        """Names of the regions (modules that the plan decides about) that the user compiles with torch.compile. The handle does
+        not wrap these regions.
+        """
         self._units: CompiledUnits | None = None
         self.regions: dict[str, ManagedRegion] = {}
         self._known: dict[str, ManagedRegion] = {}
-        """All regions that were wrapped so far, by name, under the current plan or under an earlier plan (see `switch`)."""
+        """All regions (modules that a plan decides about) that were wrapped so far, by name, under the current plan or an
+        earlier one (see `switch`).
+        """
         self._always: set[str] = set()
-        """Regions that are wrapped even if the plan leaves them alone (see `keep_wrapped`)."""
+        """Names of regions (modules that the plan decides about) that are wrapped even if the plan keeps everything there (see
+        `keep_wrapped`).
+        """
         self._shared = shared
         self._tiles = Tiles(model, plan.tiles)
         self._retry: Callable[..., Any] | None = None
@@ -115,8 +121,8 @@ class Handle(ShowsFigures, RemovedAtEnd):
         self.regions, self._known = {}, {}
 
     def switch(self, plan: Plan, *, is_for_this: bool = False) -> None:
-        """Replace the plan by another plan for this model, from the model's next call on. ``is_for_this`` says that the plan
-        is known to be for this model, even if other parameters are frozen now.
+        """Replace the plan by another plan for this model, from the model's next call on. ``is_for_this`` skips the check that
+        the plan was made for this model, because the caller knows it.
 
         Regions (the modules that a plan manages) keep their recordings. If a call was recorded before under any plan, recipes
         (recorded ops that rebuild dropped tensors) serve it at once.
@@ -157,14 +163,16 @@ class Handle(ShowsFigures, RemovedAtEnd):
         self._begin(plan)
 
     def has_moved(self) -> bool:
-        """Return whether a managed region's name now leads to another module in the model. The module at the time when the plan
-        was applied is compared.
+        """Return whether the module at the name of a managed region (a module that the plan decides about) is no longer the
+        module that was there when the plan was applied.
         """
         modules = dict(self.model.named_modules())
         return any(modules.get(name) is not region.module for name, region in self.regions.items())
 
     def _begin(self, plan: Plan) -> None:
-        """Put a plan into force: create or reuse the wrappers of the regions that this plan manages, and install them."""
+        """Start to use a plan: create or reuse the wrappers of the regions (modules that the plan decides about), and install
+        them.
+        """
         shared, model = self._shared, self.model
         self._tiles.install()  # a region may be a tiled module: its wrapper then calls the tiled forward
         calls = _managed_regions(plan) if shared.sensor is None else _regions(plan)
@@ -203,17 +211,22 @@ class Handle(ShowsFigures, RemovedAtEnd):
         self.resume()
 
     def keep_wrapped(self, region: str) -> None:
-        """Wrap this region from the next switch on, even under plans that leave it alone. A hook of the region may then switch
-        plans, and the call that runs the hook follows the new plan: torch looks up ``forward`` before it runs hooks.
+        """Wrap this region (a module that plans decide about) from the next switch of plans on, even if a plan keeps everything
+        there.
+
+        A hook of the region may then switch plans, and the call that runs the hook already follows the new plan: torch looks up
+        ``forward`` before it runs hooks.
         """
         self._always.add(region)
 
     def remove_with_me(self, hook: Removable) -> None:
-        """Register a hook that belongs to the plan, so that `remove` removes the hook together with the plan."""
+        """Register a hook handle that belongs to the plan. `remove` then removes this hook together with the plan."""
         self._others.append(hook)
 
     def pause(self) -> None:
-        """Remove the wrappers of all regions for a while. Recordings stay, and `resume` installs the wrappers again."""
+        """Remove the wrappers of all regions (modules that the plan decides about) until `resume` installs them again. What was
+        recorded stays.
+        """
         for region in self.regions.values():
             region.remove()
         self._tiles.remove()
@@ -221,7 +234,7 @@ class Handle(ShowsFigures, RemovedAtEnd):
             self._units.pause()
 
     def resume(self) -> None:
-        """Install the wrappers of all regions again after `pause`."""
+        """Install the wrappers of all regions (modules that the plan decides about) again after `pause`."""
         self._tiles.install()
         for region in self.regions.values():
             region.install()
@@ -229,8 +242,8 @@ class Handle(ShowsFigures, RemovedAtEnd):
             self._units.resume()
 
     def forget(self) -> None:
-        """Discard all recordings, so that each region records its next calls (see `record`). Compiled units (parts under
-        torch.compile) stay compiled.
+        """Discard all recordings, so that each region (a module that the plan decides about) records its next calls. Modules
+        under torch.compile stay compiled.
         """
         for region in self.regions.values():
             region.forget()
@@ -275,16 +288,22 @@ class Handle(ShowsFigures, RemovedAtEnd):
         return function(*args, **kwargs) if retry is None else retry(function, *args, **kwargs)
 
     def retry_with(self, retry: Callable[..., Any]) -> None:
-        """Run steps through the function ``retry`` from now on. `step` calls it with the step's function and arguments."""
+        """Run steps through the function ``retry`` from now on: `step` calls it with the step's function and arguments, so that
+        it can run a step again after an out-of-memory error.
+        """
         self._retry = retry
 
     def measure_with(self, peak_bytes: Callable[[], int]) -> None:
-        """Read the highest measured peak of the training's steps from this function from now on, for `figures`."""
+        """Set the function that returns the highest measured peak of the training's steps in bytes. `figures` reports this
+        peak.
+        """
         self._peak_bytes = peak_bytes
 
     @property
     def figures(self) -> TrainingFigures:
-        """The figures of the training under this plan. The measured peak is 0 if the plan was made without a budget."""
+        """The figures of the training under this plan (budget, peaks, extra time). The measured peak is 0 if the plan was made
+        without a budget.
+        """
         return TrainingFigures.of(self._plan, measured_peak_bytes=self._peak_bytes())
 
     def headline(self) -> str:
@@ -295,8 +314,8 @@ class Handle(ShowsFigures, RemovedAtEnd):
         return self._plan
 
     def on_larger_calls(self, listener: Listener) -> None:
-        """Set a listener, a function that is called before a region runs with larger inputs than in any earlier call, or before
-        regions run in another order than in earlier steps.
+        """Set a listener, a function that is called before a region (a module that the plan decides about) runs with larger
+        inputs than in any earlier call, or before regions run in another order than in earlier steps.
         """
         self._shared.larger.listener = listener
 
@@ -306,7 +325,9 @@ class Handle(ShowsFigures, RemovedAtEnd):
         return self._plan
 
     def outcomes(self) -> tuple[RegionOutcome, ...]:
-        """Return, for each region of the plan, how its calls have been served so far (see `RegionOutcome`)."""
+        """Return how the calls of each region (a module that the plan decides about) were handled so far: with recomputation,
+        or everything kept.
+        """
         in_units = _in_units(self._plan)
         untouched = [
             _compiled_outcome(region, None if self._units is None else self._units.packing.get(region.name))
@@ -319,12 +340,14 @@ class Handle(ShowsFigures, RemovedAtEnd):
 
     @property
     def faults(self) -> tuple[Fault, ...]:
-        """The faults (rebuilt tensors that differ from forward's) that inspected calls have found so far."""
+        """All differences between rebuilt tensors and forward's tensors that inspected calls have found so far."""
         return tuple(self._shared.inspector.faults)
 
     @property
     def inspected_calls(self) -> int:
-        """The number of region calls that have been inspected so far. An inspected call compares rebuilt tensors in full."""
+        """The number of region calls (calls of modules that the plan decides about) that have been inspected so far. An
+        inspected call compares rebuilt tensors in full.
+        """
         return self._shared.inspector.inspected_calls
 
     @property
@@ -333,15 +356,14 @@ class Handle(ShowsFigures, RemovedAtEnd):
         return self._shared.inspector.inspected_tensors
 
     def inspecting(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context manager. Inside its block, each call of each region is inspected: rebuilt tensors are compared in
-        full.
+        """Return a context manager. Inside its block, each call of each region (a module that the plan decides about) is
+        inspected: rebuilt tensors are compared in full.
         """
         return self._shared.inspector.everywhere()
 
     def obstacles(self) -> dict[str, dict[str, str]]:
-        """Return the values that the plan wants to drop but that are kept.
-
-        The result maps the region's name to a mapping from the value's name to the reason why the value is kept.
+        """Return the values that the plan wants to drop but that are kept: for each region (a module that the plan decides
+        about), the value's name and the reason.
         """
         found: dict[str, dict[str, str]] = {}
         for name, region in self.regions.items():
@@ -356,8 +378,8 @@ class Handle(ShowsFigures, RemovedAtEnd):
         self._shared.unmet.say(self._plan)
 
     def begin_step(self) -> None:
-        """Prepare for a new call of the model: clear what belonged to the previous call, and set the regions' call counters to
-        0.
+        """Prepare for a new call of the model: clear the previous call's state, and count the calls of each region (a module
+        that the plan decides about) from 0 again.
         """
         self._shared.links.clear()
         self._shared.transfers.clear()
@@ -387,9 +409,9 @@ def apply_plan(
     host memory or disk), even if the plan names another link. Without ``link``, the link that the plan names is opened. A
     ``sensor`` watches the first call of each region and measures what lossy codecs would do to the tensors that the region
     saves. If recipes repeat collectives, ``agree_on_service`` is called with the region's name, the ranks that the region
-    communicates with, and a text that names the engine serving the region on this rank. The function raises if the ranks'
-    descriptions differ. `plimsoll.session.manage` passes such a function for real ranks. If ``splits_backward``, backward runs
-    in two halves (a zero-bubble schedule): a tensor that both halves read is kept from the first half to the second.
+    communicates with, and a text that says how this rank handles the region. The function raises if the ranks' descriptions
+    differ. `plimsoll.session.manage` passes such a function for real ranks. If ``splits_backward``, backward runs in two halves
+    (a zero-bubble schedule): a tensor that both halves read is kept from the first half to the second.
 
     Raises:
         PlanNotUsable: the plan's status says that it holds no decisions.
@@ -436,18 +458,22 @@ def _device_of(model: nn.Module) -> torch.device:
 
 
 def _opened(plan: Plan, device: torch.device) -> Link:
-    """Open the link that the plan names, with as much host memory as the plan may use."""
+    """Open and return the link that the plan names (the way to host memory or disk), with as much host memory as the plan may
+    use.
+    """
     return open_link(plan.link, device, host_budget=plan.host_budget_bytes, directory=None)
 
 
 def _is_around(region: str, paths: Collection[str]) -> bool:
-    """Return whether one of the paths leads to the region or into it."""
+    """Return whether one of the module paths is the path of the region (a module that the plan decides about) or of a module
+    inside it.
+    """
     return any(path == region or path.startswith(f"{region}.") for path in paths)
 
 
 def _compiled_outcome(region: RegionPlan, packing: PackingCall | None) -> RegionOutcome:
-    """Return the outcome (how the calls were served, for the receipt) of a region inside a compiled unit, which is a part of
-    the model under torch.compile.
+    """Return how the calls of a region (a module that the plan decides about) were handled, for a region inside a compiled unit
+    (a part of the model under torch.compile).
 
     The bytes in the outcome come from the plan and are not measured.
     """
@@ -461,8 +487,8 @@ def _compiled_outcome(region: RegionPlan, packing: PackingCall | None) -> Region
 
 
 def _region_class(plan: Plan, name: str) -> type[ManagedRegion]:
-    """Return the class of the wrapper for a region: `RegionInCompiled` if a compiled unit contains the region, else
-    `ManagedRegion`.
+    """Return the class of the wrapper for a region (a module that the plan decides about): `RegionInCompiled` if a compiled
+    unit contains the region, else `ManagedRegion`.
     """
     if not any(name.startswith(unit.path + ".") for unit in plan.compiled):
         return ManagedRegion
@@ -472,12 +498,14 @@ def _region_class(plan: Plan, name: str) -> type[ManagedRegion]:
 
 
 def _in_units(plan: Plan) -> frozenset[str]:
-    """Return the names of the regions that torch.compile compiles under this plan."""
+    """Return the names of the regions (modules that the plan decides about) that torch.compile compiles under this plan."""
     return frozenset(name for unit in plan.compiled for name in unit.regions)
 
 
 def _regions(plan: Plan) -> dict[str, tuple[RegionPlan, ...]]:
-    """Return the regions that run eagerly, as a mapping from the region's name to the plans for its calls."""
+    """Return the regions (modules that the plan decides about) that run eagerly: a mapping from the region's name to the plan
+    for each of its calls in a step.
+    """
     grouped: dict[str, list[RegionPlan]] = {}
     in_units = _in_units(plan)
     for region in plan.regions:
@@ -487,10 +515,11 @@ def _regions(plan: Plan) -> dict[str, tuple[RegionPlan, ...]]:
 
 
 def _managed_regions(plan: Plan) -> dict[str, tuple[RegionPlan, ...]]:
-    """Return the regions that get a wrapper, as a mapping from the region's name to the plans for its calls.
+    """Return the regions (modules that the plan decides about) that get a wrapper: a mapping from the region's name to the plan
+    for each of its calls in a step.
 
-    These are three kinds: the regions that the plan does not leave alone, the regions that run while offloads are under way,
-    and the first region. The first region is wrapped because its inputs show how large a call of the model will be.
+    These are three kinds: the regions in which the plan does not keep everything, the regions that run while offloads are under
+    way, and the first region. The first region is wrapped because its inputs show how large a call of the model will be.
     """
     hides = hiding(plan.regions)
     regions = _regions(plan)
@@ -502,7 +531,9 @@ def _managed_regions(plan: Plan) -> dict[str, tuple[RegionPlan, ...]]:
 
 
 def _check_module(model: nn.Module, modules: Mapping[str, nn.Module], name: str, *, is_managed: bool) -> None:
-    """Raise ``PlanMismatch`` if the model does not have the region, or if another plan manages the region already."""
+    """Raise ``PlanMismatch`` if the model does not have the module that a plan decides about, or if another plan already
+    manages this module.
+    """
     if name not in modules:
         raise PlanMismatch(
             f"The plan decides about {name!r}, which {type(model).__name__} does not have.",

@@ -1,4 +1,4 @@
-"""Notices when the regions of a model run in a new order.
+"""Notices when the regions of a model (the modules that a plan decides about) run in a new order.
 
 A plan keeps the most bytes in the regions whose backward begins first. If the same modules run in another order, each call
 looks the same and forward saves as many bytes as before. But the peak of memory in backward may be higher.
@@ -10,37 +10,43 @@ from plimsoll.engine.larger_calls import LargerCalls
 from plimsoll.tracing.torch_internals import sequence_number
 
 _MOVED = 1.25
-"""The factor that decides whether a region has moved within the forward of the model.
+"""The factor by which a region (a module that the plan decides about) must run earlier or later within the model's forward to
+count as moved.
 
-Autograd nodes made before the region are counted. The region has moved if their number is above the largest earlier number, or
-below the smallest, by more than this factor. A plan manages only modules that it decides about, so if other modules move, only
-this count shows it.
+Its place is the number of autograd nodes that forward made before it. The region has moved if this number is above the largest
+earlier number, or below the smallest, by more than this factor. A plan manages only modules that it decides about, so if other
+modules move, only this count shows it.
 """
 _FEW_NODES = 4
 
 
 class CallOrder:
-    """Notes which region has run directly after which other region, and how many autograd nodes forward had made by then."""
+    """Records which region (a module that the plan decides about) has run directly after which other, and how many autograd
+    nodes forward had made by then.
+    """
 
     def __init__(self) -> None:
         self._previous = ""
         self._first_node = 0
         self._known: set[tuple[str, str]] = set()
         self._ranks: dict[str, int] = {"": -1}
-        """A mapping from region name to the region's position in the order of first calls."""
+        """A mapping from a region's name to its place (0, 1, 2 …) in the order in which regions (modules that the plan decides
+        about) were first called.
+        """
         self._nodes: dict[str, tuple[int, int]] = {}
-        """A mapping from region name to the smallest and the largest number of autograd nodes that forward made before the
-        region.
+        """A mapping from the name of a region (a module that the plan decides about) to the smallest and the largest number of
+        autograd nodes that forward made before it.
         """
 
     def begin_step(self) -> None:
-        """Start a forward of the model. The region that runs next is the first region of this forward."""
+        """Begin a forward of the model. The next region (a module that the plan decides about) counts as its first one."""
         self._previous = ""
         self._first_node = sequence_number()
 
     def called(self, name: str, larger: LargerCalls) -> None:
-        """Note that a region is about to run. If it has never run at this place in the order, or runs much earlier or later in
-        forward, tell ``larger``.
+        """Note that the region (a module that the plan decides about) ``name`` is about to run. If it has never run directly
+        after the previous region, or if it runs much earlier or later in forward than before, tell ``larger``, which reports
+        such changes.
         """
         pair = (self._previous, name)
         self._previous = name

@@ -1,10 +1,11 @@
-"""Check whether a call of a region makes the same torch calls as a recorded call, before anything is dropped.
+"""Check whether a call of a region (a module that the plan decides about) makes the same torch calls as a recorded call, before
+anything is dropped.
 
-Recipes contain the decisions of forward's Python code: constants, slices, which weight is used, whether a layer is skipped. All
-of these reach torch as arguments of its functions. So a `TorchFunctionMode` compares every torch call in a region with the
-recorded *stream* of calls: the function, its host arguments, and for each tensor which earlier call made the tensor, or which
-parameter or input the tensor is. If Python state has changed since the recording, some torch call differs, and the region keeps
-everything.
+Recipes (the ops that rebuild dropped tensors) contain the decisions of forward's Python code: constants, slices, which weight
+is used, whether a layer is skipped. All of these reach torch as arguments of its functions. So a `TorchFunctionMode` compares
+every torch call in a region with the recorded *stream* of calls: the function, its host arguments, and for each tensor which
+earlier call made the tensor, or which parameter or input the tensor is. If Python state has changed since the recording, some
+torch call differs, and the region keeps everything.
 
 Host arguments are compared by type and value, never by hash alone (``1 == 1.0 == True``). Tensors are compared by identity
 through weak references, because strong ones would raise forward's peak. A tensor from outside that is neither parameter nor
@@ -44,15 +45,15 @@ from plimsoll.tracing.recorder.calling import flat_tensors
 from plimsoll.tracing.recorder.user_code import line_of_user
 
 _ANSWERS = frozenset({bool, int, float, complex, str, torch.Size, torch.dtype, torch.device, torch.layout})
-"""Types of results that are not tensors. A call that returns one of them only queries something, so it is not part of the
-stream.
+"""Types of results that are not tensors. A torch call that returns one of them only queries something, so it is not recorded or
+compared.
 """
 _READERS = frozenset({torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__})
-"""Functions that read a tensor's values without an op."""
+"""Functions that read a tensor's values without running an ATen op."""
 _CHECKERS = frozenset({F.one_hot, F.gaussian_nll_loss})
-"""Functions that read values only to check them, or to find the sizes of their results."""
+"""Functions that read a tensor's values only to check them, or to find the sizes of their results."""
 _SPLITTERS = frozenset({torch.tensor_split, torch.Tensor.tensor_split})
-"""Functions that read sizes from a tensor without an op."""
+"""Functions that read the sizes of their results from a tensor's values, without running an ATen op."""
 _MARKS = frozenset(
     {torch.ops.profiler._record_function_exit._RecordFunction, torch.ops.profiler._record_function_exit.default}
 )
@@ -60,28 +61,32 @@ _MARKS = frozenset(
 
 
 def _never(args: object, kwargs: object, result: object, known: object) -> bool:
-    """Return False for any torch call. This is the matcher of nodes of the tree with several next calls or none."""
+    """Return False for any torch call. Used as the matcher of a tree node that does not have exactly one next call."""
     return False
 
 
 @dataclass(slots=True)
 class Junction:
-    """A node in a tree that holds all recorded streams (sequences of torch calls) of one region. It has the torch calls that
-    may come next. If a stream ends here, it also has the program for this stream.
+    """A node in the tree of all torch-call sequences (streams) that were recorded for one region (a module that the plan
+    decides about).
 
-    Nearly every node has one next call. That call's function, its matcher and the node after it are separate fields, because
+    The node has the torch calls that may come next. If a sequence ends here, it also has the program that handles such calls.
+
+    Nearly every node has one next call. This call's function, its matcher and the node after it are separate fields, because
     this look-up happens in every torch call.
     """
 
     branches: list[tuple[TorchCall, Matches, Junction]] = field(default_factory=list)
     program: Any = None
     func: Any = None
-    """The function of the only next call. It is ``None`` if there are several next calls or none."""
+    """The torch function of the next call, if there is exactly one possible next call, else ``None``."""
     matches: Matches = _never
     after: Junction | None = None
 
     def add(self, stream: Stream, program: Any) -> None:
-        """Add a stream (the torch calls of a region) and its program to the tree."""
+        """Add the torch calls of a region (a stream) to the tree. The program (it drops and rebuilds a call's tensors) that
+        handles such calls is stored at the last node.
+        """
         place = self
         for call, matches in zip(stream, compile_stream(stream), strict=True):
             following = next((after for known, _, after in place.branches if known == call), None)
@@ -108,18 +113,17 @@ def references(tensors: Iterable[torch.Tensor | None]) -> References:
 
 
 class Alarm:
-    """Tells all regions of a model that a region was surprised (its call made an unknown stream of torch calls).
+    """Counts, for all regions (modules that the plan decides about) of a model, the steps in which a region made torch calls
+    that match none of its recorded calls.
 
-    The reason: a change in one region will soon affect its neighbours too.
+    It is shared because a change in one region will soon affect its neighbours too.
     """
 
     def __init__(self) -> None:
         self.count = 0
-        """The number of steps that had a surprise in at least one region."""
+        """The number of steps in which at least one region (a module that the plan decides about) made unknown torch calls."""
         self.has_wrong_number = False
-        """Whether a recipe with an open number has made another tensor than forward did.
-
-        Open numbers change from call to call.
+        """Whether a tensor was rebuilt wrongly by a recipe that takes a number from each call instead of a recorded constant.
         """
         self._is_raised = False
 
@@ -127,39 +131,46 @@ class Alarm:
         self._is_raised = False
 
     def sound(self) -> None:
-        """Note that a region was surprised: it made an unknown stream of torch calls. Several surprises in one step count as
-        one.
+        """Note that a region (a module that the plan decides about) made torch calls that match none of its recorded calls.
+        Several such calls in one step count as one.
         """
         self.count += not self._is_raised
         self._is_raised = True
 
 
 class StreamGuard(LowestMode):
-    """A function mode that checks, during a steady call, whether its torch calls equal the torch calls of a recorded call. It
-    follows them through the tree of known streams.
+    """A function mode that checks during a call of a region (a module that the plan decides about) whether its torch calls
+    equal those of a recorded call.
 
-    ``root`` is the start of the tree. ``known`` are the tensors that exist before the call.
+    ``root`` is the root of a tree of all recorded sequences of torch calls, which the mode follows. ``known`` are the tensors
+    that exist before the call.
     """
 
     def __init__(self, root: Junction, known: References) -> None:
         self._known = known
         self._place: Junction | None = root
         self.stranger: Any = None
-        """The torch function whose call is in none of the known streams. ``None`` while the call follows a known stream."""
+        """The first torch function of this call that matches no recorded sequence of torch calls; ``None`` while all match."""
         self.strangers: set[Any] = set()
-        """The torch functions of this call from the ``stranger`` on."""
+        """All torch functions that were called since the first one that matched no recorded sequence (``stranger``), including
+        it.
+        """
         self.where = ""
-        """File and line of the user's code that called the ``stranger``."""
+        """File and line of the user's code that called ``stranger``, the first torch function that matched no recorded
+        sequence.
+        """
 
     @property
     def program(self) -> Any:
-        """The program that serves this call, or ``None`` if the call's stream is new."""
+        """The program (it drops and rebuilds a call's tensors) that handles this call's saved tensors, or ``None`` if its torch
+        calls match no recorded sequence.
+        """
         return None if self._place is None else self._place.program
 
     @property
     def numbers(self) -> dict[int, Number]:
-        """The numbers that this call was given where its stream leaves numbers open (they change from call to call). The key is
-        the index of the open number.
+        """The numbers that this call passed to torch where its recording has placeholders (numbers that change from call to
+        call), by the placeholder's index.
         """
         return self._known.numbers
 
@@ -187,8 +198,8 @@ class StreamGuard(LowestMode):
     def _follow(
         self, place: Junction, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, result: Any
     ) -> None:
-        """Compare a torch call with all calls that may come next in a known stream. If none matches, the call's stream is new
-        from here on.
+        """Compare a torch call with all calls that may come next in a recorded sequence. If none matches, this call of the
+        region (a module that the plan decides about) counts as unknown from here on.
         """
         for call, matches, following in place.branches:
             if (func is call.func or func == call.func) and matches(args, kwargs, result, self._known):
@@ -200,8 +211,8 @@ class StreamGuard(LowestMode):
 
 
 class StreamRecorder(LowestMode):
-    """A function mode that records all torch calls that a region makes (its stream). ``known`` are the tensors that exist
-    before the call.
+    """A function mode that records all torch calls of a region (its stream). ``known`` are the tensors that exist before the
+    call.
     """
 
     def __init__(self, known: References) -> None:
@@ -210,18 +221,18 @@ class StreamRecorder(LowestMode):
         self._numbers = {id(tensor): number for number, ref in enumerate(known) if (tensor := ref()) is not None}
         self._calls: list[TorchCall] = []
         self.is_within = False
-        """Whether a torch call is running. If an op runs outside of a torch call, code ran it that we cannot see (TorchScript,
-        extensions).
+        """Whether a torch call is running. An op that runs outside of a torch call was run by code that this mode cannot see
+        (TorchScript, extensions).
         """
         self.obstacle = ""
-        """The reason why later calls cannot be compared with this stream, or ""."""
+        """The reason why later calls cannot be compared with these recorded torch calls, or ""."""
         self.reads_values = False
         """Whether numbers of this call (sizes, indices, arguments) may come from the contents of tensors."""
         self._reads: list[tuple[torch.Tensor | None, Any]] = []
         self._is_sized_by_data = False
 
     def end(self) -> None:
-        """Drop the weak references, because `torch.utils.swap_tensors` refuses tensors that have some."""
+        """Drop all weak references to tensors, because `torch.utils.swap_tensors` refuses tensors that have weak references."""
         self._known.clear()
 
     @property
@@ -272,8 +283,8 @@ class StreamRecorder(LowestMode):
     def note_read(self, tensors: list[torch.Tensor], value: Any) -> None:
         """Note that an op has read ``value`` from these tensors.
 
-        If Python code gets the value, it is an argument of later calls, where it is compared. A torch call that reads a number
-        for itself (``table[index]``) uses it in a way that its arguments do not show.
+        If Python code gets the value and passes it to torch, later calls are compared with it there. But a torch call may read
+        a number itself (``table[index]``); its arguments do not show this number.
         """
         self.reads_values = True
         self._reads.append((tensors[0] if len(tensors) == 1 else None, value))
@@ -287,9 +298,9 @@ class StreamRecorder(LowestMode):
     def _numbers_read(
         self, func: Any, reads: list[tuple[torch.Tensor | None, Any]]
     ) -> tuple[tuple[int, Constant], ...]:
-        """Return what a torch call has read for itself: pairs of a tensor's number and its value.
+        """Return the values that a torch call has read from tensors itself: pairs of a tensor's number and the value.
 
-        If the tensor is neither an argument nor known from before, later calls cannot read it in the same way.
+        If the torch call made such a tensor itself, set ``obstacle``, because later calls cannot be compared.
         """
         found = {}
         for tensor, value in reads:
@@ -333,4 +344,4 @@ def _leaves_a_trace(func: Any, result: Any) -> bool:
 
 
 def _nothing() -> None:
-    """Return ``None``. It is called in place of a weak reference if a parameter is missing."""
+    """Return ``None``. It takes the place of a weak reference to a parameter that does not exist."""

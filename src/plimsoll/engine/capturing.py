@@ -1,9 +1,10 @@
-"""CUDA graphs: detect a capture, and raise the errors about steps that a graph cannot repeat.
+"""CUDA graphs: detect a capture, and raise an error for work that a graph cannot repeat.
 
 A graph runs the captured kernels again at the same addresses, without Python. During a capture the host must not wait for the
-device. A region whose calls are recorded can be captured: its recipes are kernels like any others. Samples and inspections are
-skipped, because the host would have to read their results. Whatever needs Python in every step (recording, random states,
-transfers, codecs that read the data first) is refused before it runs.
+device. A region (a module that the plan decides about) whose calls are recorded can be captured: its recipes (ops that rebuild
+dropped tensors) are kernels like any others. Samples and inspections are skipped, because the host would have to read their
+results. Whatever needs Python in every step (recording, random states, transfers, codecs that read the data first) is refused
+before it runs.
 
 Not yet run on a GPU.
 """

@@ -1,8 +1,8 @@
 """Tell a managed module from its copies, so that a copy runs with its own weights.
 
-Our replacement of ``forward`` is in the module's instance dictionary, and a shallow copy of the module (``copy.copy``, the
-replicas of ``nn.DataParallel``) copies that dictionary. Both modules then have the same replacement object. So the replacement
-looks up which module it was called for: ``nn.Module.__call__`` has that module as ``self``.
+The function that replaces ``forward`` under a plan is in the module's instance dictionary, and a shallow copy of the module
+(``copy.copy``, the replicas of ``nn.DataParallel``) copies that dictionary. Both modules then have the same replacement object.
+So the replacement looks up which module it was called for: ``nn.Module.__call__`` has that module as ``self``.
 """
 
 from __future__ import annotations

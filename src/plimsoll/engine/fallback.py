@@ -1,4 +1,6 @@
-"""Report calls of a region that keep everything because recipes cannot serve them: warn, and with several ranks make errors."""
+"""Report calls of a region (a module that the plan decides about) whose dropped tensors could not be rebuilt, so that
+everything is kept: warn, or with several ranks make an error.
+"""
 
 from __future__ import annotations
 
@@ -11,23 +13,24 @@ from plimsoll.errors import RanksDiffer
 
 
 class Fallback:
-    """Reports the calls of one region that recipes (recorded ops) cannot serve.
+    """Reports calls of one region (a module that the plan decides about) for which recipes (recorded ops that rebuild dropped
+    tensors) cannot be used.
 
-    A call that matches no recorded call, or that cannot be recorded, keeps everything, unless it may run again in backward
-    (see ``rerun``). Forward may count, draw from its own generator or append tensors to a list, and data that it read may have
-    changed before backward. A second run could then do something else without any sign.
+    A call that matches no recorded call, or that cannot be recorded, keeps everything, unless it may run again in backward (see
+    ``rerun``). A second run is not always safe: forward may count, draw from its own generator or append tensors to a list, and
+    data that it read may have changed before backward.
     """
 
     def __init__(self, name: str) -> None:
         self._name = name
 
     def say_keeps(self, reason: str) -> None:
-        """Warn that all calls of the region keep everything from now on, and say why."""
+        """Warn that all calls of the region (a module that the plan decides about) keep everything from now on, and say why."""
         warnings.warn(f"plimsoll: region {self._name!r} keeps all its activations from now on: {reason}", stacklevel=5)
 
     def say_surprise(self, guard: StreamGuard, calls: int, obstacle: str) -> None:
-        """Warn that a call kept everything because its torch calls match no recorded call. ``calls`` is how many of the next
-        calls are recorded again.
+        """Warn that a call kept everything because its torch calls match no recorded call. ``calls`` is the number of next
+        calls that will be recorded again.
         """
         found = "fewer torch calls than every recorded call"
         if guard.stranger is not None:
@@ -43,9 +46,10 @@ class Fallback:
         )
 
     def refusal(self, reason: str) -> RanksDiffer:
-        """Return the error for a call on this rank that cannot follow its recipes.
+        """Return the error for a call on this rank for which recipes (recorded ops that rebuild dropped tensors) cannot be
+        used.
 
-        It is an error because other ranks wait for the collectives in the recipes.
+        It is an error and not a warning because other ranks wait for the collectives in the recipes.
         """
         rank = torch.distributed.get_rank()
         return RanksDiffer(

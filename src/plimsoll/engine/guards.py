@@ -1,8 +1,9 @@
-"""The conditions under which a recorded recipe may serve a call. All of them are checked before anything is dropped.
+"""The conditions under which a recorded recipe (ops that rebuild dropped tensors) may be used for a call. All are checked
+before anything is dropped.
 
 There are three checks, in this order:
 
-1. Before the call: may the plan manage its saved tensors? See `is_somebody_elses_call`; `compiled_part` is checked once.
+1. Before the call: may Plimsoll install saved-tensor hooks? See `is_somebody_elses_call`; `compiled_part` is checked once.
 2. Before forward: does the call look like a recorded call? `SignatureReader.read` makes a key of its inputs and state.
 3. After forward, while every saved tensor is still held: did the call do the same as the recorded call? The torch calls must
    match (see ``call_stream``), and `Guard.holds` compares the saved tensors.
@@ -35,7 +36,7 @@ from plimsoll.tracing.torch_internals import (
 )
 
 NO_OFFSET = -1
-"""The offset that is noted for saved tensors that do not have one storage (sparse tensors)."""
+"""The offset that is noted for a saved tensor without a single storage (a sparse tensor)."""
 _SCALARS = (bool, int, float, complex, str)
 _PLAIN = (torch.Tensor, nn.Parameter)
 
@@ -56,15 +57,16 @@ def is_somebody_elses_call() -> bool:
 
 
 Places = list[tuple[dict[str, torch.Tensor | None], str]]
-"""A list that says where parameters and buffers are. Each item is a dictionary of a module and the name in this dictionary."""
+"""Where the parameters and buffers are: a list of pairs of a module's dictionary (such as ``_parameters``) and the name in it.
+"""
 
 
 class Entry(NamedTuple):
-    """Data: everything that is known about a call of a region before forward runs.
+    """Data: everything that is known about a call of a region (a module that the plan decides about) before forward runs.
 
-    ``signature`` determines which recipes may serve the call. ``sources`` are the region's current parameters and buffers, in
-    the order of `SignatureReader.places`. ``inputs`` are the tensors among the arguments, ``flags`` are torch's flags, and
-    ``modes`` are the user's active function modes.
+    ``signature`` (a hashable tuple of shapes, dtypes and other state) determines which recordings fit the call. ``sources`` are
+    the region's current parameters and buffers, in the order of `SignatureReader.places`. ``inputs`` are the tensors among the
+    arguments, ``flags`` are torch's flags, and ``modes`` are the user's active function modes.
     """
 
     signature: tuple[Any, ...]
@@ -74,15 +76,17 @@ class Entry(NamedTuple):
     modes: Modes | None
 
     def memory(self, places: Iterable[int]) -> dict[int, torch.UntypedStorage]:
-        """Return the storages of the parameters and buffers at these places (indices in ``sources``), as a mapping from place
-        to storage.
+        """Return the storages of the parameters and buffers with these indices in ``sources``, as a mapping from index to
+        storage.
         """
         found = ((place, self.sources[place]) for place in places)
         return {place: local_of(source).untyped_storage() for place, source in found if source is not None}
 
 
 class SignatureReader:
-    """Reads the state of a region before a call: inputs, parameters, buffers, scalar attributes, and active modes."""
+    """Reads the state of a region (a module that the plan decides about) before a call: inputs, parameters, buffers, scalar
+    attributes, and active modes. From the state it makes the call's signature, a hashable key.
+    """
 
     def __init__(self, module: nn.Module, device_type: str) -> None:
         self._module = module
@@ -125,11 +129,14 @@ class SignatureReader:
                 self._ties.append((twin, index))
 
     def scalars(self) -> tuple[Any, ...]:
-        """Return the current values of the scalar attributes of the region's modules."""
+        """Return the current values of all attributes of the region (a module that the plan decides about) and its submodules
+        that are numbers, bools or strings.
+        """
         return tuple([holder.get(name) for holder, name in self._scalars])
 
     def _sources(self) -> tuple[list[torch.Tensor | None], tuple[bool, ...]]:
-        """Return the current parameters and buffers, and a tuple that says for each whether it requires a gradient.
+        """Return the current parameters and buffers of the region (a module that the plan decides about), and a tuple that says
+        for each whether it requires a gradient.
 
         Raises:
             AttributeError: a parameter or buffer no longer exists.
@@ -138,8 +145,8 @@ class SignatureReader:
         return sources, tuple([source.requires_grad for source in sources])
 
     def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry:
-        """Return everything that is visible about a call before its forward runs, as an `Entry`. The user's function modes do
-        not see these reads.
+        """Read the inputs, parameters and modes of a call before its forward runs, and return them as an `Entry`. The user's
+        function modes do not see these reads.
         """
         modes = modes_around()
         if modes is None:
@@ -178,10 +185,7 @@ class SignatureReader:
 
 
 def _has_memory(tensor: torch.Tensor | None) -> bool:
-    """Return whether a parameter or buffer exists and is dense (strided), so that recipes may read it.
-
-    Ops that read a sparse one are not repeated.
-    """
+    """Return whether a parameter or buffer exists and is dense (strided). Ops that read a sparse tensor are never run again."""
     return tensor is not None and local_of(tensor).layout is torch.strided
 
 
@@ -226,9 +230,8 @@ def _lies(value: torch.Tensor) -> tuple[Any, ...]:
 def _shared_bases(tensors: list[torch.Tensor]) -> tuple[int, ...] | None:
     """Return which of these tensors share memory, or ``None`` if none do.
 
-    The result has, for each tensor, the index of the first tensor with the same memory. This decides what a recipe may start
-    from. All tensors are alive, so equal addresses mean the same storage. A tensor without an address is treated as if it
-    shared with none.
+    The result has, for each tensor, the index of the first tensor with the same memory. All tensors are alive, so equal
+    addresses mean the same storage. A tensor without an address is treated as if it shared with none.
     """
     bases = []
     for tensor in tensors:
@@ -241,7 +244,8 @@ def _shared_bases(tensors: list[torch.Tensor]) -> tuple[int, ...] | None:
 
 
 class Guard:
-    """A check whether a call that has just returned saved the same tensors as the recorded call.
+    """Checks whether a call of a region (a module that the plan decides about) that has just returned saved the same tensors as
+    the recorded call.
 
     ``node_counts`` is the range for the number of autograd nodes that such a call may create.
     """
@@ -262,7 +266,8 @@ class Guard:
         """Return whether this call saved the same tensors as the recorded call and created an expected number of autograd
         nodes.
 
-        This is the last check before tensors are dropped. It runs in every steady call and reads metadata on the host only.
+        This is the last check before tensors are dropped. It runs in every call that is not recorded, and reads only metadata
+        on the host.
         """
         tensors = call.tensors
         if len(tensors) != len(self._slots) or node_count not in self._node_counts:
@@ -297,8 +302,8 @@ class Guard:
         return True
 
     def _lies_alike(self, call: OpenCall) -> bool:
-        """Return whether the same slots are DTensors, each with the same mesh, placements and global shape as in the recorded
-        call.
+        """Return whether the same saved tensors are DTensors as in the recorded call, each with the same mesh, placements and
+        global shape.
         """
         shells = ((call.cells[index].shell, layout) for index, layout in self._layouts.items())
         return all(shell is not None and shell.layout == layout for shell, layout in shells)

@@ -1,4 +1,5 @@
-"""The saved-tensor hooks of a managed region, and the cells that they give to autograd instead of tensors.
+"""The saved-tensor hooks of a managed region (a module that the plan decides about), and the cells: objects that the hooks give
+to autograd instead of tensors.
 
 While the region runs, its cells hold everything that autograd saves: only after the region has returned is it known whether the
 call matches the recorded one. Then each cell is *kept* or *dropped*, and the `OpenCall` is done. Tensors that autograd frees
@@ -6,8 +7,8 @@ during forward, such as the graph of a detached tensor, are freed at once. The e
 output: the two form a reference cycle, which is broken when the region returns.
 
 Cells own memory by plain references, so reference counting frees memory in time, without a table of live tensors. A dropped
-cell owns the kept cells that its recipe reads (directly or through other ops), and nothing else. When autograd frees the
-dropped cell, they are freed too.
+cell owns the kept cells that its recipe (the ops that rebuild its tensor) reads (directly or through other ops), and nothing
+else. When autograd frees the dropped cell, they are freed too.
 """
 
 from __future__ import annotations
@@ -27,29 +28,30 @@ from plimsoll.tracing.local_tensors import Shell, unwrapped, version_of
 
 
 class Readable(Protocol):
-    """Protocol of objects that recipes get a tensor from with ``read``: a cell with a kept tensor, a codec's payload, or a
-    ticket for bytes that were sent away.
+    """Protocol of objects from which a recipe (the ops that rebuild a dropped tensor) gets an input by calling ``read``: a cell
+    with a kept tensor, an encoded tensor, or a ticket for an offloaded tensor.
     """
 
     def read(self) -> torch.Tensor: ...
 
 
 class Restorer(Protocol):
-    """Protocol of objects that return the tensor of a cell. While forward runs, this is the open call; afterwards it is the
-    replay, which rebuilds the tensor.
+    """Protocol of objects that return the tensor that belongs to a cell (the object that autograd holds instead of the tensor).
+    While forward runs, it is the `OpenCall`; afterwards it is the replay, which rebuilds the tensor.
     """
 
     def restore(self, cell: Cell) -> torch.Tensor: ...
 
 
 class Cell:
-    """The object that autograd holds in place of one saved tensor, for one call of a region.
+    """The object that autograd holds in place of one saved tensor, for one call of a region (a module that the plan decides
+    about).
 
     A cell is *open* while the region runs (``tensor`` is what autograd has saved), then *kept* (``tensor`` and ``version`` are
-    set) or *dropped* (``leaves`` are the inputs of its recipe, and ``sample`` has some of its elements). ``between`` is the
-    state that `split_backward` attaches to a dropped cell. For a DTensor, the cell holds the local shard and ``shell`` holds
-    the rest of the DTensor (``None`` for other tensors). The version of a DTensor is the sum of the shard's version and the
-    shell's version.
+    set) or *dropped* (``leaves`` are the inputs of its recipe, the ops that rebuild the tensor, and ``sample`` has some of its
+    elements). ``between`` is the state that `split_backward` attaches to a dropped cell. For a DTensor, the cell holds the
+    local shard and ``shell`` holds the rest of the DTensor (``None`` for other tensors). The version of a DTensor is the sum of
+    the shard's version and the shell's version.
     """
 
     __slots__ = ("__weakref__", "between", "index", "leaves", "restorer", "sample", "shell", "tensor", "version")
@@ -80,15 +82,15 @@ class Cell:
 
     @classmethod
     def kept(cls, tensor: torch.Tensor) -> Cell:
-        """Return a new cell that keeps this tensor from the start. Other cells are made during a call and are kept or dropped
-        at its end.
+        """Return a new cell that keeps this tensor from the start. All other cells are kept or dropped only when the call of
+        the region (a module that the plan decides about) ends.
         """
         cell = cls(None, 0, tensor._version)
         cell.keep(tensor)
         return cell
 
     def keep(self, tensor: torch.Tensor) -> None:
-        """Hold the tensor until backward. The cell's ``version`` stays the version counter that the tensor had when autograd
+        """Keep the tensor until backward. This cell's ``version`` stays the tensor's version counter at the time when autograd
         saved it.
         """
         # Hold an alias: the tensor may be the output of the node that holds this cell, and that cycle would never be freed.
@@ -98,16 +100,16 @@ class Cell:
             self.shell.keep()
 
     def alias(self) -> Cell:
-        """Return another kept cell with an alias of this cell's tensor.
+        """Return another cell (the object that autograd holds instead of a tensor) that keeps an alias of the same tensor.
 
-        The tensor is a leaf, such as a parameter. If the leaf gets other memory later, the alias still shows the memory of now.
+        The tensor may be a parameter. If the parameter gets other memory later, the alias still shows the present memory.
         """
         assert self.tensor is not None, "only kept cells are read"
         return Cell(None, self.index, self.version, self.shell, self.tensor.detach())
 
     def drop(self, leaves: tuple[Readable, ...], restorer: Restorer) -> None:
-        """Let go of the tensor. From now on hold only ``leaves``, the inputs of its recipe, and ``restorer``, the object that
-        runs the recipe.
+        """Release the tensor. From now on, hold only ``leaves``, the inputs of the recipe (the ops that rebuild the tensor),
+        and ``restorer``, the object that runs the recipe.
         """
         self.leaves = leaves
         self.restorer = restorer
@@ -119,12 +121,14 @@ class Cell:
     def version_now(self, tensor: torch.Tensor) -> int:
         """Return the current version counter of a saved tensor that is still held.
 
-        For a DTensor, add the version of its shell.
+        For a DTensor, it is the sum of the versions of the local shard and of the DTensor around it.
         """
         return tensor._version if self.shell is None else tensor._version + self.shell.version
 
     def show(self, value: torch.Tensor) -> torch.Tensor:
-        """Return what autograd gets for this value: a DTensor if autograd saved a DTensor, else the value."""
+        """Return what autograd gets for the tensor ``value``: if autograd has saved a DTensor, a DTensor around ``value``, else
+        ``value`` itself.
+        """
         shell = self.shell
         if shell is None:
             return value
@@ -145,13 +149,16 @@ class Cell:
 
 
 NOTHING = torch.empty(0)
-"""An empty tensor. In the list of a call's saved tensors, it replaces tensors that were freed."""
+"""An empty tensor. It takes the place of a freed tensor in a call's list of saved tensors."""
 GONE = Cell.kept(NOTHING)
-"""A cell that, in the list of a call's cells, replaces cells that autograd has freed."""
+"""A cell (the object that autograd holds instead of a tensor) that takes the place of a cell that autograd has freed, in a
+call's list of cells.
+"""
 
 
 class OpenCall:
-    """One call of a region while it runs. It holds the saved tensors in the order of saving (for DTensors, the local shards).
+    """One call of a region (a module that the plan decides about) while it runs. It holds the saved tensors in the order of
+    saving (for DTensors, the local shards).
 
     Only autograd owns cells until the region has returned. After ``end``, ``cells`` has the cells that are still alive (`GONE`
     for the others), and ``tensors`` has their tensors.
@@ -166,9 +173,12 @@ class OpenCall:
         storages: Mapping[int, torch.UntypedStorage] = MappingProxyType({}),
     ) -> None:
         self.sources = sources
-        """The region's parameters and buffers at the start of the call. ``None`` means one that is not set."""
+        """The parameters and buffers of the region (a module that the plan decides about) at the start of the call; ``None``
+        for one that is not set.
+        """
         self.storages = storages
-        """The storages of the parameters and buffers that recipes read at the start of the call.
+        """The storages, at the start of the call, of the parameters and buffers that recipes (ops that rebuild dropped tensors)
+        read.
 
         The key is the index in ``sources``.
         """
@@ -177,16 +187,20 @@ class OpenCall:
         self.sharded = 0
         """The number of saved tensors that are shards of DTensors."""
         self.states: dict[tuple[int, int], torch.Generator] = {}
-        """States of random generators, for random ops that will run again. The key is a pair of generator index and point in
-        forward.
+        """States of random generators, so that random ops can run again with the same numbers. The key is a pair of generator
+        index and point in forward.
         """
         self.references: list[weakref.ref[Cell]] = []
-        """Weak references to all cells. The index is the slot: the number of the saved tensor in the order of saving."""
+        """Weak references to all cells (objects that autograd holds instead of tensors). The index is the number of the saved
+        tensor in the order of saving.
+        """
         self._points = points
         take_states(points, ENTRY, self.states)
 
     def pack(self, tensor: torch.Tensor) -> Cell:
-        """The pack hook: hold the tensor until the region returns, and give autograd a cell."""
+        """The pack hook: hold the saved tensor until the region (a module that the plan decides about) returns, and give
+        autograd a cell (an object that can return the tensor).
+        """
         opened = self.references
         if (
             type(tensor) is torch.Tensor or type(tensor) is nn.Parameter
@@ -201,18 +215,22 @@ class OpenCall:
         return cell
 
     def pack_random(self, tensor: torch.Tensor) -> Cell:
-        """The pack hook of a region whose recipes repeat random ops. It also records the generator's state where a random op
-        starts.
+        """The pack hook of a region (a module that the plan decides about) in which backward will repeat random ops. It also
+        records the state of the random generator before such an op.
         """
         take_states(self._points, len(self.references), self.states)
         return self.pack(tensor)
 
     def restore(self, cell: Cell) -> torch.Tensor:
-        """Return the tensor of a cell while the region still runs. It is needed if a backward runs inside of forward."""
+        """Return the tensor of a cell (the object that autograd holds instead) while the region (a module that the plan decides
+        about) still runs. It is needed if forward itself runs a backward.
+        """
         return self.tensors[cell.index] if cell.tensor is None else cell.tensor
 
     def end(self) -> None:
-        """Collect the cells that are still alive, and their tensors. Call this after the region has returned."""
+        """Collect the cells (the objects that autograd holds instead of tensors) that are still alive, and their tensors. Call
+        this after the region (a module that the plan decides about) has returned.
+        """
         cells, tensors = self.cells, self.tensors
         for reference in self.references:
             cell = reference()
@@ -226,7 +244,7 @@ class OpenCall:
             self.sharded = sum(cell.shell is not None for cell in self.cells)
 
     def keep_all(self) -> None:
-        """Keep the tensor of each cell, as if the region were not managed."""
+        """Keep every saved tensor of this call until backward."""
         if len(self.cells) < len(self.references):
             self.end()
         for cell, tensor in zip(self.cells, self.tensors, strict=True):
@@ -234,10 +252,10 @@ class OpenCall:
         self.close()
 
     def close(self) -> None:
-        """Release the tensors of this call.
+        """Release the tensors of this call of a region.
 
-        Until then, cells, tensors, graph and this call form a reference cycle, and Python's garbage collector cannot see the
-        part of the cycle that runs through autograd.
+        Without this method, cells (the objects that autograd holds), tensors, autograd's graph and this object would form a
+        reference cycle, which Python's garbage collector cannot free because it does not see into autograd.
         """
         self.cells = []
         self.tensors = []
@@ -245,14 +263,14 @@ class OpenCall:
 
 
 def unpack(cell: Cell) -> torch.Tensor:
-    """The unpack hook: return the tensor that a cell keeps, or rebuild it with the cell's recipe."""
+    """The unpack hook: return the tensor that a cell (the object in autograd) keeps, or rebuild it with recorded ops."""
     restorer = cell.restorer
     value = cell.read() if restorer is None else restorer.restore(cell)
     return value if cell.shell is None else cell.show(value)
 
 
 def restore(cell: Cell) -> torch.Tensor:
-    """Return the saved tensor of a cell. For a DTensor, return the local shard."""
+    """Return the saved tensor that belongs to a cell (the object in autograd). For a DTensor, return the local shard."""
     return cell.read() if cell.restorer is None else cell.restorer.restore(cell)
 
 
@@ -260,7 +278,7 @@ def modified_in_place(what: str, expected: int, found: int) -> SavedTensorModifi
     """Return the error to raise for a saved tensor that was written to in place.
 
     ``what`` describes the tensor, ``expected`` is its version counter in forward, and ``found`` its version counter now.
-    Autograd raises such an error for the unmanaged model too. The text of this error is Plimsoll's.
+    Autograd raises such an error for the model without a plan too. The text of this error is Plimsoll's.
     """
     return SavedTensorModified(
         f"Backward needs {what}, but an in-place operation has modified it.",

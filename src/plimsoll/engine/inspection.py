@@ -1,10 +1,11 @@
-"""Inspections: in some calls, compare all tensors that a region's recipes rebuild with the saved tensors, bit for bit.
+"""Inspections: in some calls of a region (a module that the plan decides about), compare all rebuilt tensors with the saved
+tensors, bit for bit.
 
 One region is inspected in training calls 2, 4, 8, 16 … of the model and then in every n-th call, each time another region.
 Regions that run code without visible torch calls are inspected ten times as often. The tensors that the region drops are
-offloaded over a link, and in backward each rebuilt tensor is compared with its copy. If they differ, backward gets the
-offloaded tensor, so the gradients of the step are correct. The fault is stored and a warning is raised, and from the next call
-on the region is served without recipes. Values that depend on a lossy codec always differ and are not compared.
+offloaded over a link (to host memory or disk), and in backward each rebuilt tensor is compared with its copy. If they differ,
+backward gets the offloaded tensor, so the gradients of the step are correct. The fault is stored and a warning is raised, and
+from the next call on the region keeps everything. Values that depend on a lossy codec always differ and are not compared.
 """
 
 from __future__ import annotations
@@ -29,11 +30,14 @@ from plimsoll.tracing.recorder.storages import as_integers, same_contents
 from plimsoll.units import MIB
 
 OFTEN = 10
-"""A region that runs code whose torch calls are not seen is inspected this many times as often as others."""
+"""A factor. A region (a module that the plan decides about) that runs code whose torch calls are not seen is inspected this
+many times as often as other regions.
+"""
 
 
 class Inspector:
-    """Chooses the region calls to inspect, and collects the faults that inspections find.
+    """Chooses the region calls (calls of modules that the plan decides about) to inspect, and collects the faults that
+    inspections find.
 
     It inspects one region in every ``every``-th training call of the model, and in some early calls. If ``every`` is 0, it
     inspects none.
@@ -56,17 +60,23 @@ class Inspector:
         self._is_thorough = False
 
     def watch(self, regions: Sequence[str]) -> None:
-        """Set the names of the managed regions, which are inspected one after the other in this order."""
+        """Set the names of the managed regions (modules that the plan decides about). They are inspected one after the other in
+        this order.
+        """
         self._regions = regions
         self._opaque = [name for name in self._opaque if name in regions]
 
     def suspect(self, region: str) -> None:
-        """Have this region inspected ten times as often as others, because it runs code whose torch calls are not seen."""
+        """Inspect this region (a module that the plan decides about) ten times as often as others, because it runs code whose
+        torch calls are not seen (an extension, for example).
+        """
         if region not in self._opaque:
             self._opaque.append(region)
 
     def begin_step(self) -> None:
-        """Start a training call of the model. If an inspection is due, choose the region to inspect."""
+        """Start a training call of the model. If an inspection is due, choose the region (a module that the plan decides about)
+        to inspect.
+        """
         self._step += 1
         self._chosen = ""
         if not self._every:
@@ -83,7 +93,9 @@ class Inspector:
 
     @contextlib.contextmanager
     def everywhere(self) -> Iterator[None]:
-        """Return a context manager. Inside its block, each call of each region is inspected."""
+        """Return a context manager. Inside its block, each call of each region (a module that the plan decides about) is
+        inspected.
+        """
         self._is_thorough = True
         try:
             yield
@@ -91,14 +103,14 @@ class Inspector:
             self._is_thorough = False
 
     def inspect(self, plan: ReplayPlan, tensors: Sequence[torch.Tensor]) -> Inspection | None:
-        """If this call is to be inspected, copy the tensors that it is about to drop and return the `Inspection` that will
-        compare them. Otherwise return ``None``.
+        """If this call is to be inspected, copy the tensors that it is about to drop, and return the `Inspection` that will
+        compare them with the rebuilt tensors. Otherwise return ``None``.
 
         Regions whose recipes have collectives are not inspected: finding the cause of a fault runs recipes again on this rank
         only, and the collectives would wait for the other ranks.
 
-        If the link is full, the call is not inspected and a warning is raised; training continues. While a CUDA graph is
-        captured no call is inspected: the copies would go over the link.
+        If the link (to host memory or disk) is full, the call is not inspected and a warning is raised; training continues.
+        While a CUDA graph is captured no call is inspected: the copies would go over the link.
         """
         if plan.collectives or (not self._is_thorough and plan.name != self._chosen) or is_capturing(plan.device_type):
             return None
@@ -124,7 +136,9 @@ class Inspector:
 
 
 class Inspection:
-    """One inspected call of one region. It holds copies of the tensors that the call dropped."""
+    """One inspected call of one region (a module that the plan decides about). It holds copies of the tensors that the call
+    dropped.
+    """
 
     __slots__ = ("_copies", "_has_reported", "_inspector", "_step")
 
@@ -135,8 +149,8 @@ class Inspection:
         self._has_reported = False
 
     def examine(self, replay: CallReplay, cell: Cell, value: torch.Tensor) -> torch.Tensor:
-        """Compare the rebuilt tensor of a slot (saved tensor) with the copy of forward's tensor. Return the tensor for
-        backward: forward's if the two differ, otherwise the rebuilt one.
+        """Compare a rebuilt tensor with the copy of the tensor that forward saved. ``slot`` is its number in the order of
+        saving. Return the tensor for backward: forward's if the two differ, otherwise the rebuilt one.
         """
         copy = self._copies.get(cell.index)
         if copy is None:
@@ -152,7 +166,8 @@ class Inspection:
         return copy.bring_back()
 
     def _fault(self, replay: CallReplay, slot: int, difference: Difference) -> Fault:
-        """Return a `Fault` that describes the earliest wrong value of the region, not the value that was found first.
+        """Return a `Fault` (the description of a wrong rebuilt tensor) for the earliest wrong value of the region (a module
+        that the plan decides about), not for the value that was found first.
 
         Backward reads the last wrong value first. So the search begins at the start of the region and ends at the earliest
         wrong value.
@@ -180,8 +195,10 @@ class Inspection:
         )
 
     def _cause(self, replay: CallReplay, slot: int, difference: Difference) -> Cause:
-        """Return why a slot's rebuilt tensor differs. First look at what the call held, then run the slot's recipe twice more
-        and compare.
+        """Return, as text, why a rebuilt tensor differs from forward's.
+
+        First look at the tensors that the call held, then run the recipe (the ops that rebuild the tensor) twice more and
+        compare.
         """
         plan = replay.recipes.plan
         if not difference.differing_elements:
@@ -198,8 +215,8 @@ class Inspection:
         return Cause.UNKNOWN
 
     def _has_changed_leaf(self, replay: CallReplay, slot: int) -> bool:
-        """Return whether a kept tensor that the recipe starts from was written in a way that autograd does not see (``.data``,
-        numpy).
+        """Return whether a kept tensor, from which the recipe (the ops that rebuild a tensor) starts, was written in a way that
+        autograd does not see (``.data``, numpy).
         """
         leaves = replay.leaves_of(slot) or ()
         kept = (leaf for leaf in leaves if isinstance(leaf, Cell) and leaf.index in self._copies)
@@ -207,18 +224,22 @@ class Inspection:
 
 
 PIECE_BYTES = 4 * MIB
-"""The least size in bytes of one piece of a copy. Copies go over the link piece by piece."""
+"""The smallest size in bytes of one piece. Reference copies of dropped tensors go over the link (to host memory or disk) piece
+by piece.
+"""
 _MOST_PIECES = 64
-"""The most pieces for the copies of one region. The number is limited because each piece is waited for.
+"""The largest number of pieces for the reference copies of one region (a module that the plan decides about). It is limited
+because the program waits for each piece.
 
 With pieces of 4 MiB, a region of 1.5 GiB would have 375.
 """
 
 
 def piece_bytes(total_bytes: int) -> int:
-    """Return the size of a piece in bytes for a region that drops ``total_bytes``.
+    """Return the size in bytes of one piece of a reference copy, for a region (a module that the plan decides about) whose
+    dropped tensors take ``total_bytes``.
 
-    A piece is a small share of the dropped tensors, so that the step stays within its budget.
+    A piece is a small share of the dropped tensors, so that an inspected step stays within its budget.
     """
     return max(PIECE_BYTES, -(-total_bytes // _MOST_PIECES))
 
@@ -236,7 +257,7 @@ class Difference:
 
 
 class ReferenceCopy:
-    """A copy of one saved tensor (strided) at the other end of a link. It is the reference for the rebuilt tensor.
+    """A copy of one saved tensor (strided) on a link: in host memory or on disk. The rebuilt tensor is compared with it.
 
     The copy goes over the link in pieces, so that inspected steps stay within the budget too.
 
@@ -273,7 +294,7 @@ class ReferenceCopy:
         return Difference(differing, elements, furthest if math.isfinite(furthest) else None) if differing else None
 
     def bring_back(self) -> torch.Tensor:
-        """Return the tensor that forward saved, brought back from the other end of the link."""
+        """Return the tensor that forward saved, brought back from the other end of the link (to host memory or disk)."""
         like = self._like
         overlaps = any(stride == 0 and size > 1 for size, stride in zip(like.shape, like.stride(), strict=True))
         stride = torch.empty(like.shape, device="meta").stride() if overlaps else like.stride()

@@ -1,4 +1,5 @@
-"""The modes of torch that are active around a region: which they are, and how our mode sees the calls that they make.
+"""The torch modes that are active around a region (a module that the plan decides about): which they are, and how Plimsoll's
+own mode sees the calls that they make.
 
 A ``TorchFunctionMode`` may replace a call by other calls. Modes form a stack: torch asks the last mode first, and that mode's
 calls go to the mode below. So `LowestMode` enters below all others and sees the calls that they make.
@@ -40,7 +41,7 @@ Modes = tuple[type, ...]
 def modes_around() -> Modes | None:
     """Return the types of all active function modes, and of the active dispatch modes from outside of torch.
 
-    Return ``None`` if none of them is active. Recipes serve only calls under the modes of their recording.
+    Return ``None`` if none of them is active. A recording is used only for calls under the same modes.
     """
     if not (count_function_modes() or count_dispatch_modes()):
         return None
@@ -54,7 +55,7 @@ def _foreign_dispatch_modes() -> list[type]:
 
 
 def may_change_numbers() -> bool:
-    """Return whether a dispatch mode is active that may replace operations by others."""
+    """Return whether a dispatch mode is active that may replace ops by others, so that results may differ."""
     return bool(count_dispatch_modes()) and bool(_foreign_dispatch_modes())
 
 

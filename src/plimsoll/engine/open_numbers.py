@@ -1,9 +1,10 @@
-"""Numbers that a recording leaves open: constants that Python code passes to torch and that change from call to call.
+"""Numbers that a recording replaces by placeholders: constants that Python code passes to torch and that change from call to
+call.
 
-A recipe contains the constants of forward. If a constant changes in each call (a schedule, a count), each call would have to be
-recorded again. So if recordings of equal calls differ only in numbers, the number that a torch call gets becomes an input of
-the recipe. Each number in the recorded operations needs three recordings: two suggest where the number comes from, and the
-third confirms it. Later calls take the number from their own arguments.
+A recipe (the ops that rebuild a dropped tensor) contains the constants of forward. If a constant changes in each call (a
+schedule, a count), each call would have to be recorded again. So if recordings of equal calls differ only in numbers, the
+number that a torch call gets becomes an input of the recipe. Each number in the recorded operations needs three recordings: two
+suggest where the number comes from, and the third confirms it. Later calls take the number from their own arguments.
 """
 
 from __future__ import annotations
@@ -16,9 +17,7 @@ from typing import Any
 from plimsoll.engine.torch_calls import Constant, Number, Outsider, Several, Stream, TorchCall, Unknown
 
 Given = Mapping[int, Number]
-"""A mapping with the numbers among one call's arguments that change from call to call. The key is the index of the number among
-the recording's open numbers.
-"""
+"""The numbers that one call passes to torch where its recording has placeholders. The key is the placeholder's index."""
 
 _DERIVED: tuple[Callable[[Number], Number], ...] = (
     float,
@@ -37,11 +36,11 @@ Dropout, for example, keeps with probability 1 - p, and divides by 1 - p.
 
 
 _CONFIRMED = 3
-"""The least number of different points on a line. Any two points are on some line."""
+"""How many different points a line must go through to be accepted, because any two points are on some line."""
 
 
 def may_stand(number: Any, kind: Any, *, is_positive: bool) -> bool:
-    """Return whether a call with this number runs the same operations as the recorded calls.
+    """Return whether a call with this number in place of a recorded one runs the same ops.
 
     The numbers 0 and 1, and numbers of another sign, may select other operations.
     """
@@ -53,8 +52,8 @@ class Derivation:
     passed to torch in the same call, such as ``1 - p`` from dropout's ``p``.
 
     All ways that hold in every recorded call are kept. Two numbers may be related in the recorded calls (``p`` and ``1 - p``
-    are both passed to torch) but not in a later one, and it is unknown which of the two the operation depends on. So the
-    recipe is used for a later call only if all ways give the same number there.
+    are both passed to torch) but not in a later one, and it is unknown which of the two the operation depends on. So the recipe
+    is used for a later call only if all ways give the same number in it.
     """
 
     def __init__(self, values: tuple[Number, ...], given: Mapping[int, tuple[Number, ...]]) -> None:
@@ -75,8 +74,8 @@ class Derivation:
         return bool(self._ways)
 
     def number(self, given: Given) -> Number | None:
-        """Return the number for a call with the numbers ``given`` among its arguments. Return ``None`` if the ways to derive it
-        disagree.
+        """Return the number for a later call that passes the numbers ``given`` to torch. Return ``None`` if the ways to derive
+        the number disagree.
         """
         first, *others = [_value(change, given[index]) for index, change in self._ways]
         return first if first is not None and all(_same(other, first) for other in others) else None
@@ -87,7 +86,8 @@ def _unchanged(number: Number) -> Number:
 
 
 def _line(known: tuple[Number, ...], values: tuple[Number, ...]) -> Callable[[Number], Number | None] | None:
-    """Return the function that maps whole numbers to the values by a factor and a constant, or ``None`` if it does not exist.
+    """Return the linear function (a factor and a constant) that maps these whole numbers to these values, or ``None`` if there
+    is none.
 
     Two points suggest the line and a third one must confirm it. A line through 0 needs only two points.
     """
@@ -117,9 +117,11 @@ def _same(one: Any, other: Number) -> bool:
 
 
 def given_by(stream: Stream) -> set[int] | None:
-    """Return the indices of the open numbers that are among the arguments of a stream's torch calls.
+    """Return the indices of the placeholders (numbers that change from call to call) that stand among the arguments of the
+    recorded torch calls.
 
-    Return ``None`` if sizes of tensors from outside are open too, because these cannot be derived.
+    Return ``None`` if sizes of tensors from outside the region (a module that the plan decides about) change too, because these
+    cannot be derived.
     """
     found: set[int] = set()
 
@@ -140,7 +142,7 @@ def given_by(stream: Stream) -> set[int] | None:
 
 
 def has_unknown(value: Any) -> bool:
-    """Return whether a part of the description of a torch call contains an open number."""
+    """Return whether a part of the description of a torch call contains a placeholder for a changing number."""
     if isinstance(value, Several):
         return any(map(has_unknown, value.items))
     if isinstance(value, Constant):
@@ -149,10 +151,10 @@ def has_unknown(value: Any) -> bool:
 
 
 def numbers_in(stream: Stream, pattern: Stream) -> dict[int, Number] | None:
-    """Return the numbers that a recorded stream has where ``pattern``, a stream with open numbers, leaves them open. The key is
-    the index of the open number.
+    """Return the numbers that a recorded sequence of torch calls has where ``pattern``, an equal sequence, has placeholders.
+    The key is the placeholder's index.
 
-    Return ``None`` if the stream differs from the pattern in anything else.
+    Return ``None`` if the sequence differs from the pattern in anything else.
     """
     found: dict[int, Number] = {}
     if len(stream) != len(pattern):

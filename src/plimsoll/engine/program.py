@@ -1,8 +1,8 @@
-"""Programs: after forward, a program drops or packs what a call of a region saved, so that backward rebuilds it with recorded
-ops.
+"""Programs: after the forward of a region (a module that the plan decides about), a program drops or packs what the call saved,
+so that backward rebuilds it with recorded ops.
 
-Programs serve steady calls: calls that make the same torch calls as a recorded call. To pack a value is to encode it with a
-codec or to send it over a link.
+A program is used for calls that make the same torch calls as a recorded call. To pack a value is to encode it with a codec or
+to send it over a link (to host memory or disk).
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from plimsoll.tracing.torch_internals import below_autograd
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shared:
-    """State that all regions of one managed model share.
+    """State that all regions (modules that the plan decides about) of one managed model share.
 
     ``links`` are the connections between regions that rebuild each other's inputs. ``inputs`` are the inputs that regions hold.
-    ``packer`` encodes values or sends them over the link, ``transfers`` are the transfers under way, ``policy`` says which
-    calls are sampled, and ``inspector`` chooses the calls whose rebuilt tensors are all compared. ``generators`` are the random
-    generators of the CPU and of the model's devices. ``alarm`` counts the steps with calls that made unknown torch calls.
-    ``sensor`` measures in one step what lossy codecs would do, or is ``None``. ``larger`` reports calls that are larger than
-    all before, and ``order`` notices when regions run in a new order.
+    ``packer`` encodes values or sends them over the link (to host memory or disk), ``transfers`` are the transfers under way,
+    ``policy`` says which calls are sampled, and ``inspector`` chooses the calls whose rebuilt tensors are all compared.
+    ``generators`` are the random generators of the CPU and of the model's devices. ``alarm`` counts the steps with calls that
+    made unknown torch calls. ``sensor`` measures in one step what lossy codecs would do, or is ``None``. ``larger`` reports
+    calls that are larger than all before, and ``order`` notices when regions run in a new order.
 
     ``splits_backward`` says whether backward first computes the gradients of inputs and later the gradients of weights, from
     one graph (see ``split_backward``).
@@ -61,29 +61,32 @@ class Shared:
     alarm: Alarm = field(default_factory=Alarm)
     sensor: Sensor | None = None
     repeats_collectives: bool = False
-    """Whether the plan allows recipes to communicate with other ranks."""
+    """Whether the plan allows recomputation to repeat collectives, which communicate with other ranks."""
     agree_on_service: Callable[[str, tuple[int, ...], str], None] | None = None
-    """A function that compares with other ranks how a region is served whose recipes repeat collectives. It raises if they
-    differ.
+    """A function that compares with other ranks how they handle a region (a module that the plan decides about) whose
+    recomputation repeats collectives. It raises if the ranks differ.
 
     Its arguments are the region's name, the ranks, and a description of the service.
     """
     splits_backward: bool = False
     unmet: UnmetNames = field(default_factory=UnmetNames)
-    """Collects names of values that the plan decides about but that the region's calls never make."""
+    """Collects the names of values in the plan that no call of their region (a module that the plan decides about) makes."""
     larger: LargerCalls = field(default_factory=LargerCalls)
     order: CallOrder = field(default_factory=CallOrder)
     recording: threading.Lock = field(default_factory=threading.Lock)
-    """A lock that a thread holds while it records a region. Meanwhile, calls in other threads keep everything."""
+    """A lock that a thread holds while it records a region (a module that the plan decides about). Meanwhile, calls in other
+    threads keep everything.
+    """
 
 
 class Program:
-    """Drops, packs or keeps what each call of one region under one signature saved. It holds the replay plan, guard, sampler,
-    packer and recipes of such calls.
+    """Drops, packs or keeps what calls of one region (a module that the plan decides about) saved, for calls with one signature
+    (shapes, dtypes and other state).
 
-    ``node_counts`` is the range for the number of autograd nodes that such a call may make. ``shares`` maps the name of a
-    packed value to the payload size that the plan assumed, as a share of the value's bytes. ``is_self_compiling`` says whether
-    the region calls operators that take functions. ``like`` is the program of calls that differ from these only in numbers.
+    It holds all that is needed to check such calls and to rebuild their tensors. ``node_counts`` is the range for the number of
+    autograd nodes that such a call may make. ``shares`` maps the name of a packed value to the payload size that the plan
+    assumed, as a share of the value's bytes. ``is_self_compiling`` says whether the region calls operators that take functions.
+    ``like`` is the program of calls that differ from these only in numbers.
     """
 
     def __init__(
@@ -109,12 +112,14 @@ class Program:
 
     @property
     def latest(self) -> Program:
-        """This program itself. `OpenProgram` has the same property, and there it is one of several programs."""
+        """This program itself (it drops and rebuilds a call's tensors). `OpenProgram` has a property of the same name, which is
+        the last of its several programs.
+        """
         return self
 
     def with_numbers(self, given: Given) -> Program | None:
-        """Return this program, because its numbers are fixed. In `OpenProgram`, the method of the same name makes a program for
-        the numbers.
+        """Return this program (it drops and rebuilds a call's tensors), because its numbers are fixed. In `OpenProgram`, the
+        method of the same name makes a program for given numbers.
         """
         return self
 
@@ -127,16 +132,17 @@ class Program:
         link: LinkedInput | None,
         examiner: Examiner | None = None,
     ) -> bool:
-        """Drop, pack or keep each tensor that a call saved, as the plan says. The guard has already accepted the call.
+        """Drop, pack or keep each tensor that a call saved, as the plan says. The call was already checked against the recorded
+        call.
 
-        ``inputs`` are the tensors that the region was called with (used only if the plan ``needs_inputs``), and ``versions``
-        are their version counters at that time. ``link`` rebuilds the input that is not held, from the region before. An
-        ``examiner`` compares all rebuilt tensors of this call.
+        ``inputs`` are the tensors that the region (a module that the plan decides about) was called with (used only if the plan
+        ``needs_inputs``), and ``versions`` are their version counters at that time. ``link`` rebuilds an input that is not
+        held, by recomputing the region that ran before. An ``examiner`` compares all rebuilt tensors of this call with
+        forward's.
 
         Returns:
             True if the tensors were handled. False (and nothing was done) if an input that recipes need was modified since the
-            region was
-            entered.
+            region was entered.
 
         Raises:
             OffloadFailed: the link is full. Nothing was done.
@@ -182,10 +188,10 @@ class Program:
         return True
 
     def _hold_inputs(self, inputs: Sequence[torch.Tensor], versions: Sequence[int]) -> dict[int, Readable] | None:
-        """Hold or copy the inputs that recipes need and that autograd did not save.
+        """Hold or copy the inputs that recomputation needs and that autograd did not save.
 
-        Return a mapping from value id to the held tensor, or ``None`` if one of the inputs was modified since the region was
-        entered.
+        Return a mapping from the input's id in the recorded graph to the held tensor, or ``None`` if one of the inputs was
+        modified since the region (a module that the plan decides about) was entered.
         """
         copies: dict[int, Readable] = {}
         for value, position in self.plan.unsaved_inputs:
@@ -199,7 +205,8 @@ class Program:
 
 
 class OpenProgram:
-    """Serves calls that differ only in numbers. It makes a `Program` for the numbers of each call.
+    """Handles calls that differ only in numbers (constants that change from call to call). It makes a `Program` for the numbers
+    of each call.
 
     ``numbers`` is a function that derives the numbers in the recipes from the numbers among a call's arguments. ``make`` makes
     a program for them. ``example`` has the numbers of a recorded call.
@@ -216,11 +223,11 @@ class OpenProgram:
         assert latest is not None, "the numbers of recorded calls follow"
         self._latest_numbers = latest
         self.latest = make(latest)
-        """The program that was made last, for the numbers of the most recent call."""
+        """The program (it drops and rebuilds a call's tensors) that was made last, for the numbers of the most recent call."""
 
     def with_numbers(self, given: Given) -> Program | None:
-        """Return the program for a call that has the numbers ``given`` among its arguments. Return ``None`` if the recipes need
-        a number that does not follow from them.
+        """Return the program (it drops and rebuilds tensors) for a call that passes the numbers ``given`` to torch. Return
+        ``None`` if recomputation needs a number that does not follow from them.
         """
         numbers = self._numbers(given)
         if numbers is None:

@@ -79,8 +79,8 @@ class Recording:
     """
 
     def program(self, plan: RegionPlan, shared: Shared, *, is_linked: bool) -> Program:
-        """Return the program that serves later calls like the recorded call: in forward it drops what the plan drops, in
-        backward it rebuilds that.
+        """Return the program for later calls that look like the recorded call. In forward it drops what the plan drops, and in
+        backward it rebuilds what was dropped.
 
         ``is_linked`` says whether the region that ran before this one can rebuild the first argument, so that this region need
         not hold it.
@@ -90,7 +90,8 @@ class Recording:
         return self.serve(self.replay_plan(plan, shared, is_linked=is_linked), plan, shared)
 
     def replay_plan(self, plan: RegionPlan, shared: Shared, *, is_linked: bool) -> ReplayPlan:
-        """Return the replay plan: what happens to each value of the region under this plan.
+        """Return the replay plan: what happens to each value of the region (a module that the plan decides about) under this
+        plan.
 
         ``is_linked`` is as in `program`.
         """
@@ -181,7 +182,7 @@ SMALL_PARAMETER_BYTES = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class RegionForward:
-    """Data about the module to record: its name, the module, its forward without Plimsoll's wrapper, and its device type."""
+    """Data about the module to record: its name, the module, its forward without Plimsoll's wrapper, its device type."""
 
     name: str
     module: nn.Module
@@ -203,7 +204,7 @@ class Recorded:
     reads_values: bool = False
     """Whether the call has read values of tensors, or its sizes depend on them."""
     is_misfit: bool = False
-    """Whether the stream of torch calls was known, but the call saved other tensors than the call that was recorded before."""
+    """Whether the torch calls were known, but the call saved other tensors than the call that was recorded before."""
 
 
 class _RecordedCall(OpenCall):
@@ -255,7 +256,7 @@ class _RecordedCall(OpenCall):
         return origin is not Origin.OP
 
     def end(self) -> None:
-        """Collect the saved tensors after the region has returned.
+        """Collect the saved tensors of the recorded call after the region (a module that the plan decides about) has returned.
 
         Mark tensors that autograd has already freed as unmanaged.
         """
@@ -300,7 +301,8 @@ def record_call(
     kwargs: dict[str, Any],
     shared: Shared,
 ) -> tuple[Any, Recorded]:
-    """Run the region once, record its ops, and drop already in this call what the plan drops.
+    """Run the region (a module that the plan decides about) once, record its ops, and drop already in this call what the plan
+    drops.
 
     Each op runs twice to verify that the second run gives the same bits. Return the region's output and the result of the
     recording. If ``service`` knows a program for the same torch calls, and the call saved the same tensors as the call recorded
@@ -330,7 +332,7 @@ def record_again(
     kwargs: dict[str, Any],
     shared: Shared,
 ) -> tuple[list[torch.Tensor], Recording | None]:
-    """Record a region's forward that runs a second time, in backward.
+    """Record the forward of a region (a module that the plan decides about) when it runs a second time, in backward.
 
     Return the tensors that it saved, by slot, and the recording. The recording is ``None`` if recipes may not repeat the ops,
     or if they communicate with other ranks, which then have to agree.
@@ -455,7 +457,7 @@ def _obstacle(call: _Watched) -> str:
 
 
 def _register(recorder: VerifyingRecorder, module: nn.Module, reader: SignatureReader) -> dict[int, ParameterSource]:
-    """Register the region's parameters and buffers with the recorder.
+    """Register the parameters and buffers of the region (a module that the plan decides about) with the recorder.
 
     Return a mapping from value id to the source: where later calls find this parameter or buffer.
     """

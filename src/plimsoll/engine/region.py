@@ -42,11 +42,13 @@ from plimsoll.tracing.torch_internals import sequence_number, without_torch_func
 T = TypeVar("T")
 
 MAX_SIGNATURES = 64
-"""The most signatures of one region that have recipes. When there are more, the least recently used signature is discarded."""
+"""How many signatures (shapes, dtypes and other state of a call) of one region may have recipes (the ops that rebuild dropped
+tensors). When there are more, the least recently used signature is discarded.
+"""
 
 
 class ManagedRegion(ReplacedForward):
-    """The wrapper that replaces a region's ``forward`` while a plan is applied.
+    """The wrapper that replaces the ``forward`` of a region (a module that the plan decides about) while a plan is applied.
 
     ``plans`` has one plan for each call of the region in a step.
     """
@@ -104,7 +106,7 @@ class ManagedRegion(ReplacedForward):
         self._untouched = {id(plan) for plan in self._plans if plan.is_left_alone}
 
     def forget(self) -> None:
-        """Discard all recordings, so that the next calls are recorded again."""
+        """Discard all recordings of this region's calls, so that the next calls are recorded again."""
         self.services.clear()
         self._recordings = Recordings(MAX_SIGNATURES)
 
@@ -162,7 +164,8 @@ class ManagedRegion(ReplacedForward):
             self._shared.recording.release()
 
     def outcomes(self) -> tuple[RegionOutcome, ...]:
-        """Return how the region's calls have been served: one outcome for each signature and each call of a step.
+        """Return how the calls of this region (a module that the plan decides about) have been handled: one outcome for each
+        signature (shapes and dtypes) and each call of a step.
 
         An outcome names the engine that serves the call (recipes, or keep everything), and the bytes that were and could be
         dropped.
@@ -193,8 +196,8 @@ class ManagedRegion(ReplacedForward):
         return any(isinstance(x, FakeTensor | Proxy) or (isinstance(x, torch.Tensor) and x.is_meta) for x in leaves)
 
     def _admit(self, key: tuple[Any, ...], plan: RegionPlan, entry: Entry) -> Service:
-        """Make and return the `Service` for this signature under this plan. A service decides how calls of one signature are
-        served.
+        """Make and return the `Service` for this signature under this plan. A service decides how calls with one signature
+        (shapes, dtypes and other state) are handled: recomputed, or everything kept.
 
         It is called when the signature is new, was discarded, or has not been met under this plan. If earlier recordings show
         what such calls do, recipes serve the call at once.
@@ -219,8 +222,9 @@ class ManagedRegion(ReplacedForward):
         return service
 
     def _watched(self, service: Service, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run and record a call, and return the region's output. The call already drops what the plan drops, even if its torch
-        calls differ from those of earlier calls.
+        """Run and record a call of the region (a module that the plan decides about), and return its output.
+
+        The call already drops what the plan drops, even if its torch calls differ from those of earlier calls.
         """
         shared = self._shared
         output, recorded = record_call(self._subject, service, entry, self._reader, args, kwargs, shared)
@@ -264,13 +268,15 @@ class ManagedRegion(ReplacedForward):
                 service.open(opened.stream, opened.program(service.plan, self._shared, is_linked=is_linked))
 
     def _keeping(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the region, keep everything that the call saves, and return the region's output."""
+        """Run the region (a module that the plan decides about) so that everything that the call saves is kept, and return its
+        output.
+        """
         output = self._original(*args, **kwargs)
         self._shared.transfers.leave(output)
         return output
 
     def _give_up(self, service: Service, reason: str) -> None:
-        """Stop using recipes for the calls of this service, and warn the user once.
+        """Stop recomputing in the calls of this service, and warn the user once.
 
         If the recipes contain collectives that other ranks wait for, raise instead.
         """
@@ -282,7 +288,8 @@ class ManagedRegion(ReplacedForward):
             self._fallback.say_keeps(reason)
 
     def _steady(self, service: Service, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a call that looks like a recorded call, and return the region's output.
+        """Run a call that looks like a recorded call (the same shapes and state), and return the output of the region (a module
+        that the plan decides about).
 
         The saved tensors are held until forward has returned. Then the guards check that the call did the same as the recorded
         call, and what the plan drops is dropped.
@@ -310,8 +317,8 @@ class ManagedRegion(ReplacedForward):
         kwargs: dict[str, Any],
         entrance: Entrance | None,
     ) -> _Opened:
-        """Prepare a steady call before its forward: create its `OpenCall` and its guard, and note the version counters of the
-        inputs.
+        """Prepare a call that looks like a recorded call, before its forward: create its `OpenCall` and its guard, and note the
+        version counters of the inputs.
         """
         call = OpenCall(service.points, entry.sources, entry.memory(service.held))
         inputs = call_tensors(args, kwargs) if service.needs_inputs else []
@@ -320,8 +327,8 @@ class ManagedRegion(ReplacedForward):
         return _Opened(call, inputs, versions, guard, entrance)
 
     def _close(self, service: Service, opened: _Opened, output: Any, nodes: int) -> None:
-        """Finish a steady call after its forward: drop what the plan drops, or keep everything if the call differs from all
-        recorded calls.
+        """Finish a call that looked like a recorded call, after its forward: drop what the plan drops, or keep everything if
+        the call differs from all recorded calls.
 
         ``nodes`` is the number of autograd nodes that the forward created.
         """
@@ -407,7 +414,7 @@ class ManagedRegion(ReplacedForward):
             shared.recording.release()
 
     def _misfit(self, service: Service) -> None:
-        """Handle a call that made a known stream of torch calls but saved other tensors than the recorded call.
+        """Handle a call of the region whose torch calls are known, but that saved other tensors than the recorded call.
 
         Its shapes depend on data. The next calls are watched (recorded again), unless the region turns out to be compiled.
         """
@@ -416,8 +423,8 @@ class ManagedRegion(ReplacedForward):
         service.misfit()
 
     def _surprise(self, service: Service, guard: StreamGuard, obstacle: str) -> None:
-        """Handle a call whose torch calls differ from those of all recorded calls. The call kept everything, so its gradients
-        are correct.
+        """Handle a call of the region whose torch calls differ from those of all recorded calls. The call kept everything, so
+        its gradients are correct.
 
         The next calls of all regions are recorded again, and a warning is raised. If the recipes contain collectives, other
         ranks wait for them, so raise an error instead.

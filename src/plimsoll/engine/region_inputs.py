@@ -1,5 +1,5 @@
-"""Inputs of a region that recipes need and that autograd has not saved. Such an input is held, copied, or rebuilt by the region
-before.
+"""Inputs of a region (a module that the plan decides about) that recomputation needs and that autograd has not saved. Such an
+input is held, copied, or rebuilt by the region that ran before.
 
 *Held*: autograd does not check such a tensor, and other code that holds it may write to it before backward. If forward has made
 an input and does not write to it again, the input is held without a copy. After forward, it is copied if other code still holds
@@ -36,7 +36,9 @@ from plimsoll.tracing.torch_internals import count_holders
 
 
 class HeldInput:
-    """Holds an input of a region until backward, so that recipes can read it. It is the tensor itself or a copy."""
+    """Holds an input of a region (a module that the plan decides about) until backward, so that recomputation can read it. It
+    is the tensor itself or a copy.
+    """
 
     __slots__ = ("__weakref__", "_version", "tensor")
 
@@ -49,7 +51,7 @@ class HeldInput:
 
     @property
     def is_as_it_was(self) -> bool:
-        """Whether the tensor is unchanged: nothing has written to it since it is held."""
+        """Whether the tensor is unchanged: nothing has written to it since this object began to hold it."""
         return self.tensor._version == self._version
 
     def read(self) -> torch.Tensor:
@@ -66,7 +68,7 @@ class HeldInput:
 
 
 class HeldInputs:
-    """The inputs that regions hold without a copy while forward runs.
+    """The inputs that regions (modules that the plan decides about) hold without a copy while forward runs.
 
     After forward has once written to such an input, all inputs are copied from then on.
     """
@@ -81,7 +83,7 @@ class HeldInputs:
         self._is_open = True
 
     def hold(self, tensor: torch.Tensor, *, is_steady: bool) -> HeldInput:
-        """Hold an input for a recipe, and return the holder.
+        """Hold an input that recomputation needs until backward, and return the `HeldInput`.
 
         The input is copied, unless ``is_steady`` (forward made it and does not write to it again) and forward is running.
         """
@@ -92,7 +94,9 @@ class HeldInputs:
         return held
 
     def settle(self) -> None:
-        """After forward, copy the inputs that other code still holds. Regions that hold the same input share one copy."""
+        """After forward, copy the held inputs that other code still holds, because that code may write to them. Regions that
+        hold the same input share one copy.
+        """
         shared: dict[int, list[HeldInput]] = {}
         for each in self._held:
             held = each()
@@ -114,8 +118,8 @@ class HeldInputs:
 
 
 class LinkedInput:
-    """Takes the place of a region's input that is not held. To read it, the region that ran before rebuilds its output, which
-    is this input.
+    """Takes the place of an input that is not held. Reading it rebuilds the output of the region (a module that the plan
+    decides about) that ran before, because that output is this input.
     """
 
     __slots__ = ("_leaves", "_position", "_replay")
@@ -143,8 +147,8 @@ class _Offer:
 
 
 class LinkTable:
-    """A table of the outputs of the managed call that returned last. The region that comes next looks up in it whether it must
-    hold its input.
+    """A table of the outputs of the region (a module that the plan decides about) that returned last. The next region looks up
+    whether one of its inputs is such an output and need not be held.
 
     Regions in ``silent`` do not offer outputs: their parameters may be freed before backward (a sharded model frees what it
     gathered).
@@ -156,8 +160,8 @@ class LinkTable:
         self._offers: list[_Offer] = []
 
     def serve(self, silent: Collection[str], *, is_used: bool) -> None:
-        """Begin to serve a plan. ``is_used`` says whether the plan drops boundaries (inputs that are outputs of the region
-        before).
+        """Begin to work for a plan. ``is_used`` says whether the plan drops inputs of regions (modules that the plan decides
+        about) that are outputs of the region before.
         """
         self._silent, self.is_used = frozenset(silent), is_used
 
@@ -169,8 +173,8 @@ class LinkTable:
         link: LinkedInput | None,
         output: Any,
     ) -> None:
-        """Store the outputs of a region that has returned, so that the next region can have them rebuilt instead of holding
-        them.
+        """Store the outputs of a region (a module that the plan decides about) that has returned, so that the next region can
+        have them rebuilt instead of holding them.
         """
         if not self.is_used:
             return
@@ -187,18 +191,23 @@ class LinkTable:
                 self._offers.append(offer)
 
     def find(self, plan: ReplayPlan, inputs: Sequence[torch.Tensor]) -> LinkedInput | None:
-        """Return the object that rebuilds the input that this plan does not hold.
+        """Return the object that rebuilds the first input of a region (a module that the plan decides about), which this plan
+        does not hold.
 
         Return ``None`` if the plan holds all inputs, or if the region before did not make this input.
         """
         return None if plan.choice.link is None else self.link_to(inputs[plan.link_position])
 
     def has_made_first(self, inputs: Sequence[torch.Tensor]) -> bool:
-        """Return whether the first of these arguments is an output of the region before, which can rebuild it."""
+        """Return whether the first of these arguments is an output of the region (a module that the plan decides about) that
+        ran before, so that recomputing that region rebuilds it.
+        """
         return bool(self._offers and inputs) and is_plain(local_of(inputs[0])) and self.link_to(inputs[0]) is not None
 
     def link_to(self, tensor: torch.Tensor) -> LinkedInput | None:
-        """Return an object that rebuilds this tensor. Return ``None`` if the tensor is not an output of the region before."""
+        """Return an object that rebuilds this tensor by recomputing the region (a module that the plan decides about) that
+        returned last. Return ``None`` if the tensor is not an output of that region.
+        """
         local = local_of(tensor)
         storage = local.untyped_storage()._cdata
         for offer in self._offers:
@@ -212,5 +221,7 @@ class LinkTable:
         return None
 
     def clear(self) -> None:
-        """Withdraw all offers, because a new step begins."""
+        """Forget the outputs of the region (a module that the plan decides about) that returned last, because a new step
+        begins.
+        """
         self._offers = []

@@ -1,4 +1,5 @@
-"""Rebuild dropped tensors in backward: run the recipes (recorded ops) of a region. Each op runs at most once per backward pass.
+"""Rebuild dropped tensors in backward: run the recipes (recorded ops) of a region (a module that the plan decides about). Each
+op runs at most once per backward pass.
 
 A `CallReplay` belongs to one call. It does not own saved tensors: cells, the objects that autograd holds instead of tensors,
 own them. The replay holds the other things that recipes need: the parameter objects that forward used and their memory, the
@@ -41,13 +42,13 @@ class Examiner(Protocol):
     """Protocol of an object that checks each rebuilt tensor of one inspected call."""
 
     def examine(self, replay: CallReplay, cell: Cell, value: torch.Tensor) -> torch.Tensor:
-        """Check a rebuilt tensor, and return the tensor that backward shall get."""
+        """Check a rebuilt tensor, and return the tensor for backward: this one, or forward's if they differ."""
         ...
 
 
 class Recipes:
-    """The compiled recipes (ops that rebuild dropped tensors) of one region under one signature. There is code for each order
-    of reads that backward has shown.
+    """The compiled recipes (ops that rebuild dropped tensors) for calls of one region (a module that the plan decides about)
+    with one signature (shapes, dtypes and other state). There is code for each order in which backward has read the tensors.
 
     A slot is one saved tensor, numbered in the order of saving. ``halves`` holds tensors between the halves of a split
     backward, or is ``None`` if backward is not split. ``like`` are the recipes of calls with other numbers, whose backward
@@ -62,20 +63,26 @@ class Recipes:
         self.is_learning: bool = like is None or like.is_learning
         self.code: Code = plan.compile(None if like is None or like.is_learning else like.code.order)
         self._failures: list[int] = [] if like is None else like._failures
-        """The slots whose rebuilt tensor differed from forward's, here or in ``like`` (the two share this list)."""
+        """The numbers of saved tensors (in the order of saving) whose rebuilt tensor differed from forward's, here or in
+        ``like`` (the two share this list).
+        """
         self.given_away: set[int] = set() if like is None else set(like.given_away)
-        """The slots that custom autograd functions read. Such a function gets a copy (see `CallReplay._given`)."""
+        """The numbers of saved tensors (in the order of saving) that custom autograd functions read. Such a function gets a
+        copy (see `CallReplay._given`).
+        """
         self._boundary = self.code
         self._watched: tuple[list[int], Mapping[int, weakref.ref[Cell]]] = [], {}
-        """The slots that the last watched backward has read, and by slot a weak reference to each cell that it could read."""
+        """The saved tensors (numbered in the order of saving) that the last watched backward has read, and a weak reference to
+        each cell that it could read, by the same number.
+        """
         self._solo: dict[int, SegmentFunction] = {}
         self._sources = tuple((source.place, source.is_copied) for _, source in plan.parameters)
 
     def bind(self, sources: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
-        """Return the parameters and buffers that recipes of this call will read. Some of them are copies.
+        """Return the parameters and buffers that recomputation of this call will read. Some of them are copies.
 
-        They are taken now because the model may get other parameters under the same names before backward. Autograd must be
-        off.
+        They are collected during forward because the model may get other parameters under the same names before backward.
+        Autograd must be off.
         """
         bound = []
         for place, is_copied in self._sources:
@@ -87,15 +94,19 @@ class Recipes:
 
     @property
     def has_failed(self) -> bool:
-        """Whether a recipe has made another tensor than forward did. Recipes then no longer serve the region."""
+        """Whether a rebuilt tensor has ever differed from forward's tensor. If so, the region (a module that the plan decides
+        about) no longer uses recomputation.
+        """
         return bool(self._failures)
 
     def distrust(self, slot: int) -> None:
-        """Note that the rebuilt tensor of this slot differs from forward's tensor. After that, ``has_failed`` is true."""
+        """Note that the rebuilt tensor with this number (in the order of saving) differs from forward's tensor. Afterwards
+        ``has_failed`` is true.
+        """
         self._failures.append(slot)
 
     def use_order(self, order: tuple[int, ...]) -> None:
-        """Compile the recipes for the order of reads that backward has just shown. Later calls use this code."""
+        """Generate code for the order in which backward has just read the saved tensors. Later calls use this code."""
         self.is_learning = False
         expected = self.code.order
         if order != expected and set(order) <= set(expected):
@@ -104,8 +115,9 @@ class Recipes:
                 self.sampler.expect(order)
 
     def learn_from(self, seen: list[int], waiting: Mapping[int, weakref.ref[Cell]]) -> None:
-        """Begin to watch the order of reads in the backward of a new call. ``seen`` is the list that the slots are added to,
-        and ``waiting`` maps each slot to its cell.
+        """Begin to watch in which order the backward of a new call reads its saved tensors. They are numbered in the order of
+        saving (slots). ``seen`` is the list to which the numbers are added, and ``waiting`` maps each number to its cell, the
+        object that autograd holds.
 
         The previous backward may have ended without reading all dropped slots, because some were saved for a detached part.
         Then later calls expect its order, and the slots that it did not read are not rebuilt in advance.
@@ -116,24 +128,26 @@ class Recipes:
         self._watched = seen, waiting
 
     def boundary_code(self) -> Code:
-        """Return the code for a backward that reads this region's outputs first, before its slots.
+        """Return the code for a backward that needs this region's outputs before it reads the region's saved tensors.
 
-        This happens if the region that runs next in forward has dropped its input, which is this region's output.
+        This happens if the next region (a module that the plan decides about) has dropped its input, which is an output of this
+        region.
         """
         if self._boundary is self.code:
             self._boundary = self.plan.compile((BOUNDARY, *self.code.order))
         return self._boundary
 
     def alone(self, slot: int) -> SegmentFunction:
-        """Return the function that rebuilds one slot from stored tensors only. It does not need what other recipes have left in
-        this backward.
+        """Return a function that rebuilds one saved tensor from stored tensors only, without tensors that were rebuilt earlier
+        in this backward.
         """
         if slot not in self._solo:
             self._solo[slot] = self.plan.compile((slot,)).segments[0]
         return self._solo[slot]
 
     def fail(self, slot: int) -> NoReturn:
-        """Report that a rebuilt slot differs from forward's tensor. From now on, recipes no longer serve the region.
+        """Report that a rebuilt tensor differs from forward's tensor. From now on, the region (a module that the plan decides
+        about) does not use recomputation.
 
         Raises:
             ReplayMismatch: always. The message says which op or which codec is the likely cause.
@@ -161,10 +175,10 @@ class Recipes:
 
 
 class CallReplay:
-    """Rebuilds, in backward, the tensors that one call has dropped.
+    """Rebuilds, in backward, the tensors that one call of a region (a module that the plan decides about) has dropped.
 
-    ``waiting`` maps each dropped slot to a weak reference to its cell. If autograd has freed the cell, its tensor need not be
-    rebuilt.
+    ``waiting`` maps the number of each dropped tensor (in the order of saving) to a weak reference to its cell, the object that
+    autograd holds. If autograd has freed the cell, its tensor need not be rebuilt.
     """
 
     __slots__ = (
@@ -241,8 +255,8 @@ class CallReplay:
     def _given(self, slot: int, value: torch.Tensor) -> torch.Tensor:
         """Return the tensor to hand to autograd.
 
-        It is a copy if a backward written in Python reads it: that code may reuse the memory while recipes still need the
-        value.
+        It is a copy if a backward written in Python reads it: that code may reuse the memory while ops that rebuild other
+        tensors still need the value.
         """
         given_away = self.recipes.given_away
         if self._seen is not None and isinstance(current_autograd_node(), BackwardCFunction):
@@ -250,8 +264,8 @@ class CallReplay:
         return copy_storage(value) if slot in given_away else value
 
     def run(self, slot: int, leaves: tuple[Readable, ...]) -> Any:
-        """Run the ops that this slot (saved tensor) needs and that have not run yet in this backward. Return the slot's tensor.
-        ``leaves`` are the objects that the recipe reads.
+        """Run the ops that are needed to rebuild a dropped tensor and that have not run yet in this backward, and return the
+        tensor. ``slot`` is its number in the order of saving, and ``leaves`` are the objects that the ops read.
         """
         code = self._code
         task = current_graph_task()
@@ -266,12 +280,14 @@ class CallReplay:
         return self._out_of_order(slot, leaves)
 
     def use_boundary(self) -> None:
-        """Expect a backward that reads this region's outputs before its slots, because a later region has dropped its input."""
+        """Note that backward will read this region's outputs before its saved tensors, because a later region (a module that
+        the plan decides about) has dropped its input, which is such an output.
+        """
         self._code = self.recipes.boundary_code()
 
     def rebuild(self, slot: int) -> torch.Tensor | None:
-        """Rebuild the slot from stored tensors only, without what this backward has made. Return ``None`` if the slot's cell
-        was freed.
+        """Rebuild a saved tensor (``slot`` is its number) from stored tensors only, without what this backward has already
+        rebuilt. Return ``None`` if autograd has freed the tensor's cell.
         """
         leaves = self.leaves_of(slot)
         if leaves is None:
@@ -280,8 +296,8 @@ class CallReplay:
         return value
 
     def leaves_of(self, slot: int) -> tuple[Readable, ...] | None:
-        """Return the objects that a dropped slot's recipe reads. Return ``None`` if the slot's cell was freed. For a recipe
-        that only draws random numbers, the result is empty.
+        """Return the objects that the recipe of a dropped tensor (the ops that rebuild it) reads. Return ``None`` if autograd
+        has freed the tensor's cell. For a recipe that only draws random numbers, the result is empty.
         """
         reference = self._waiting.get(slot)
         cell = None if reference is None else reference()
@@ -294,10 +310,12 @@ class CallReplay:
         plan = self.recipes.plan
         self._is_special = is_profiled() or count_function_modes() > 0 or flags_for(plan.device_type) != plan.flags
         self._env: dict[int, torch.Tensor] = {}
-        """Values that were rebuilt in this backward and that later slots read, by value id."""
+        """Rebuilt values of this backward that are still needed for other saved tensors, by the value's id in the recorded
+        graph.
+        """
         self._early: dict[int, Any] = {}
-        """Tensors that were rebuilt before they were read, by slot. This happens if backward reads in another order than
-        expected.
+        """Tensors that were rebuilt before autograd read them, by their number in the order of saving. This happens if backward
+        reads in another order than expected.
         """
         if self._seen is not None:
             self._seen.clear()
@@ -310,9 +328,9 @@ class CallReplay:
             self._seen = None
 
     def _out_of_order(self, slot: int, leaves: tuple[Readable, ...]) -> Any:
-        """Serve a read that does not follow the expected order, and return the slot's tensor.
+        """Return a rebuilt tensor that backward reads in another order than expected.
 
-        Either run all segments (the code of one slot each) up to this slot, or rebuild the slot alone.
+        Either run the code for all tensors up to this one in the expected order, or rebuild this tensor alone.
         """
         code = self._code
         if self._position == 0 and slot != BOUNDARY and code.order[:1] == (BOUNDARY,):
@@ -338,9 +356,9 @@ class CallReplay:
         return self._run(self.recipes.alone(slot), leaves, {})
 
     def _run(self, segment: SegmentFunction, leaves: tuple[Readable, ...], env: dict[int, torch.Tensor]) -> Any:
-        """Run a recipe as its ops were recorded: below autograd, without autocast, and under the torch flags that forward had.
+        """Run recorded ops as they ran in forward: below autograd, without autocast, and under forward's torch flags.
 
-        An active profiler shows the recipe under its region's name.
+        An active profiler shows these ops under the name of their region (a module that the plan decides about).
         """
         with below_autograd():
             if not (self._is_special or torch.is_grad_enabled() or is_autocast_on()):

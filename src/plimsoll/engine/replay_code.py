@@ -1,14 +1,14 @@
-"""Write a region's recipes as flat Python functions: there is one *segment* for each dropped slot (saved tensor). It runs again
-the ops that rebuild the slot.
+"""Write the ops that rebuild the dropped tensors of a region (a module that the plan decides about) as flat Python functions.
+There is one function, a *segment*, for each dropped tensor (slot).
 
 Walking a graph of objects costs more per op than a small op itself; straight-line code does not. The source contains only op
 numbers and value numbers (nothing from the user reaches the source), like the methods that ``dataclasses`` and ``attrs``
 generate. Equal sources are compiled once.
 
 A segment is called as ``segment(env, leaves, parameters, states, versions, storages)``: ``env`` holds values that one segment
-leaves for later ones, and ``leaves`` are the cells that the recipe starts from. ``parameters`` are the parameters and buffers
-that forward used. ``states`` are the generator states that forward recorded. ``versions`` and ``storages`` are those that the
-parameters had in forward.
+leaves for later ones, and ``leaves`` are the cells (objects in autograd) whose tensors the segment reads. ``parameters`` are
+the parameters and buffers that forward used. ``states`` are the generator states that forward recorded. ``versions`` and
+``storages`` are those that the parameters had in forward.
 """
 
 from __future__ import annotations
@@ -36,13 +36,15 @@ SegmentFunction = Callable[..., torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """Data that says where a recipe finds its inputs. The inputs are values of the region's graph, given by their ids.
+    """Data that says where a recipe (the ops that rebuild dropped tensors) finds its inputs. The inputs are values of the
+    region's graph, given by their ids.
 
     ``parameters``: the position of a parameter's value in the tuple that is read at the start of a call. ``protected``: the
     positions whose tensor must not have changed since forward, with the tensor's name. ``held``: the positions whose memory the
     call holds, each with its place. ``geometries``: sizes, strides and offset of the tensors that cells hold. ``links``: the
-    input that the region before rebuilds. ``packed``: values that are held in another form (by a codec or a link); a separate
-    step brings each of them back. ``sharded``: positions of parameters that are DTensors; recipes read their local shards.
+    input that is rebuilt by recomputing the region (a module that the plan decides about) that ran before. ``packed``: values
+    that are held by a codec or a link (to host memory or disk); a separate step brings each of them back. ``sharded``:
+    positions of parameters that are DTensors; recipes read their local shards.
     """
 
     parameters: Mapping[int, int]
@@ -56,7 +58,9 @@ class Sources:
 
 @dataclass(frozen=True, slots=True)
 class RecordedRegion:
-    """The recorded ops and values of a region's graph. The index in ``ops`` and in ``values`` is the id in the graph."""
+    """The recorded ops and values of one call of a region (a module that the plan decides about). The index in ``ops`` and in
+    ``values`` is the id in the region's graph.
+    """
 
     ops: tuple[RecordedOp, ...]
     values: tuple[RecordedValue, ...]
@@ -64,15 +68,17 @@ class RecordedRegion:
     generators: tuple[torch.Generator, ...]
     slot_geometries: tuple[Geometry, ...]
     layouts: Mapping[int, Any]
-    """A mapping from the slot of a saved DTensor to its layout on the device mesh."""
+    """A mapping from the number of a saved DTensor (in the order of saving) to its layout on the device mesh."""
     output_refs: tuple[Ref | None, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Code:
-    """Data: the compiled recipes of one region, for one order of backward's reads of the dropped slots.
+    """Data: generated functions that rebuild the dropped tensors of one region (a module that the plan decides about), for one
+    order in which backward reads them.
 
-    ``segments`` has one function for each slot, in this order. ``places`` maps a slot to its position in the order.
+    ``segments`` has one function for each dropped tensor, in this order. ``places`` maps a tensor's number (in the order of
+    saving) to its position in ``segments``.
     """
 
     order: tuple[int, ...]
@@ -82,8 +88,8 @@ class Code:
 
 @dataclass(frozen=True, slots=True)
 class WrittenSegments:
-    """Data: the compiled source of all segments (one function for each dropped slot). Numbers that may differ from call to call
-    are still names there.
+    """Data: the compiled source of all segments (each is the function that rebuilds one dropped tensor). Numbers that may
+    differ from call to call are still names in the source.
     """
 
     order: tuple[int, ...]
@@ -91,7 +97,9 @@ class WrittenSegments:
     constants: Mapping[str, Any]
 
     def bind(self, numbers: Sequence[Number]) -> Code:
-        """Return the segments as Python functions, with these numbers filled in. They serve calls with these numbers."""
+        """Return the segments (functions that each rebuild one dropped tensor) with these numbers filled in, for calls that
+        have these numbers.
+        """
         namespace = {**self.constants, **{f"n{index}": number for index, number in enumerate(numbers)}}
         exec(self.code, namespace)
         functions = tuple([namespace[f"segment_{position}"] for position in range(len(self.order))])
@@ -101,7 +109,7 @@ class WrittenSegments:
 def write_segments(
     graph: RegionGraph, recording: RecordedRegion, schedule: Schedule, sources: Sources
 ) -> WrittenSegments:
-    """Write the source of one function per segment, in the order of the schedule, and return it in compiled form."""
+    """Write the source of one function for each dropped tensor, in the order of the schedule, and return it compiled."""
     writer = _Writer(graph, recording, sources)
     for position, (segment, read_later) in enumerate(_with_later_reads(schedule, graph)):
         writer.segment(position, segment, schedule.leaves[segment.slot], read_later)
@@ -126,7 +134,7 @@ def _compiled(source: str) -> CodeType:
 
 
 def copy_storage(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the same view as ``tensor``, but on a private copy of the whole storage."""
+    """Return a view like ``tensor``, but on a copy of its whole storage."""
     empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     storage = tensor.untyped_storage().clone()
     return empty.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
@@ -135,8 +143,8 @@ def copy_storage(tensor: torch.Tensor) -> torch.Tensor:
 def on_storage(
     like: torch.Tensor, storage: torch.UntypedStorage, size: tuple[int, ...], stride: tuple[int, ...], offset: int
 ) -> torch.Tensor:
-    """Return a tensor with this size, stride and offset on ``storage``, memory that a parameter had in forward. ``like`` gives
-    the dtype.
+    """Return a tensor with this size, stride and offset on ``storage``. ``like`` gives the dtype. The storage is the memory
+    that a parameter had in forward.
     """
     empty = torch.empty(0, dtype=like.dtype, device=storage.device)
     return empty.set_(storage, offset, size, stride)
@@ -150,7 +158,7 @@ def seen_as(
 
 
 def refuse_changed(names: Mapping[int, str], position: int, expected: int, found: int) -> NoReturn:
-    """Raise ``SavedTensorModified``, because a parameter has changed between forward and the recipe that reads it.
+    """Raise ``SavedTensorModified``, because a parameter has changed between forward and the recomputation that reads it.
 
     A parameter is checked only when a recipe reads it: an optimizer may step other parameters while backward still runs.
     """
@@ -158,7 +166,7 @@ def refuse_changed(names: Mapping[int, str], position: int, expected: int, found
 
 
 def _with_later_reads(schedule: Schedule, graph: RegionGraph) -> list[tuple[Segment, frozenset[int]]]:
-    """Return pairs of a segment and the ids of the values that later segments read."""
+    """Return pairs of a segment (the function for one dropped tensor) and the ids of the values that later segments read."""
     found: list[tuple[Segment, frozenset[int]]] = []
     later: frozenset[int] = frozenset()
     for segment in reversed(schedule.segments):
@@ -169,7 +177,9 @@ def _with_later_reads(schedule: Schedule, graph: RegionGraph) -> list[tuple[Segm
 
 
 class _Writer:
-    """Writes the Python source of all segments of one region."""
+    """Writes the Python source of all segments of one region (a module that the plan decides about). A segment is the function
+    that rebuilds one dropped tensor.
+    """
 
     def __init__(self, graph: RegionGraph, recording: RecordedRegion, sources: Sources) -> None:
         self._graph = graph
@@ -185,10 +195,10 @@ class _Writer:
         return "\n".join(self._lines) + "\n"
 
     def segment(self, position: int, segment: Segment, leaves: tuple[int, ...], read_later: frozenset[int]) -> None:
-        """Write the function for one slot. The function loads its inputs, runs ops, frees values after their last use, and
-        returns the slot's tensor.
+        """Write the function that rebuilds one dropped tensor. The function loads its inputs, runs ops, frees values after
+        their last use, and returns the tensor.
 
-        ``read_later`` are the ids of values that later segments read: the function leaves them in ``env``.
+        ``read_later`` are the ids of values that later functions read: this function stores them in ``env``.
         """
         self._emit(f"def segment_{position}(env, leaves, parameters, states, versions, storages):", 0)
         self._local = {}
@@ -234,8 +244,8 @@ class _Writer:
         self._bind(step, op, renamed)
 
     def _bring_back(self, value: int) -> None:
-        """Write code that decodes or fetches a packed value (one that a codec or a link holds). From here on, the value is in
-        private memory, like the output of an op.
+        """Write code that decodes or fetches a packed value (a value that a codec or a link holds). In the code after it, the
+        value is an ordinary tensor, like the output of an op.
         """
         # At most once per backward: several recipes may start from this value, and the simulator counts one buffer for it
         # (docs/project/design/forms-are-leaves.md).
@@ -321,7 +331,9 @@ class _Writer:
         return f"seen_as({name}, {size}, {stride}, {offset}, {self._constant(geometry.dtype)})"
 
     def _load(self, value: int) -> Geometry:
-        """Write code that binds ``v<value>`` in this segment, if it is not bound yet. Return the value's geometry."""
+        """Write code that loads a value into the variable ``v<value>``, if this function has not done so yet. Return the
+        value's geometry (sizes, strides, offset).
+        """
         known = self._local.get(value)
         if known is not None:
             return known
@@ -377,8 +389,8 @@ class _Writer:
 
 
 def _number(value: Any) -> str:
-    """Return source text for a number or a tuple of numbers. A number that is still unknown becomes a name, which is bound
-    later.
+    """Return source text for a number or a tuple of numbers. A number that changes from call to call becomes a name; its value
+    is filled in later.
     """
     if isinstance(value, tuple):
         return f"({', '.join(map(_number, value))},)" if value else "()"

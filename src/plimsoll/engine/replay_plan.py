@@ -1,5 +1,5 @@
-"""The decision for each saved tensor of a region under one signature: it is kept, packed (held by a codec or sent over a link),
-or dropped and rebuilt by certain ops.
+"""What happens to each saved tensor of a region (a module that the plan decides about) in calls with one signature (shapes and
+dtypes): it is kept, packed (held by a codec or sent over a link), or dropped and rebuilt by certain ops.
 
 `choose` resolves the names in a plan to values of the recorded graph. A `ReplayPlan` follows from the result alone and never
 changes: calls of the region, and replays in their backwards, only read it.
@@ -30,8 +30,8 @@ from plimsoll.tracing.recorder.storages import Geometry
 
 @dataclass(frozen=True, slots=True)
 class ParameterSource:
-    """Data about a parameter or buffer that recipes read. ``place`` is the index of the tensor in the list that a call reads
-    when it begins (`Entry.sources`).
+    """Data about a parameter or buffer that recipes (ops that rebuild dropped tensors) read. ``place`` is the index of the
+    tensor in the list that a call reads when it begins (`Entry.sources`).
 
     ``is_copied``: each call makes a copy, because the model may write to the tensor before backward. This is so for small
     buffers, and for small parameters that autograd does not save. ``is_checked``: the tensor must not change between forward
@@ -48,14 +48,14 @@ class ParameterSource:
 
     @property
     def is_held(self) -> bool:
-        """Whether recipes read the memory that this parameter or buffer had when the call began."""
+        """Whether recomputation reads the memory that this parameter or buffer had when the call began."""
         return self.is_checked and not self.is_gathered
 
 
 @dataclass(frozen=True, slots=True)
 class DropChoice:
-    """Data: which values of a region are dropped, packed (held by a codec or a link) and stored. Values are given by their ids
-    in the region's graph.
+    """Data: which values of a region (a module that the plan decides about) are dropped, packed (held by a codec or a link) and
+    stored. Values are given by their ids in the region's graph.
 
     ``stored`` are the value ids that stay in memory. ``obstacles`` maps a value's name to the reason why it cannot be dropped.
     """
@@ -63,10 +63,12 @@ class DropChoice:
     dropped: frozenset[int]
     stored: frozenset[int]
     link: int | None = None
-    """The value id of the input that is not held because the region before can rebuild it; ``None`` if all inputs are held."""
+    """The value id of an input that is not held, because recomputing the region (a module that the plan decides about) that ran
+    before rebuilds it; ``None`` if all inputs are held.
+    """
     obstacles: Mapping[str, str] = field(default_factory=dict)
     packed: Mapping[int, str] = field(default_factory=dict)
-    """A mapping from the id of a packed value to the name of its codec or link."""
+    """A mapping from the id of a packed value to the name of its codec or link (to host memory or disk)."""
 
     @property
     def gone(self) -> frozenset[int]:
@@ -82,12 +84,13 @@ def choose(
     forms: Mapping[str, str] | None = None,
     is_private: Callable[[str], bool] = lambda form: False,
 ) -> DropChoice:
-    """Return which values of a region to drop, pack and store, given the names of the values that a plan drops (``names``).
+    """Return which values of a region (a module that the plan decides about) to drop, pack and store, given the names of the
+    values that a plan drops (``names``).
 
-    Values that cannot be rebuilt are kept, and ``obstacles`` of the result says why. ``links`` are inputs that the region
-    before can rebuild (for a dropped boundary). ``forms`` maps the name of a value to pack to its form, which is the name of a
-    codec or link. ``is_private`` says whether a form is useless for the recipes of other values (only signs come back, for
-    example).
+    Values that cannot be rebuilt are kept, and ``obstacles`` of the result says why. ``links`` are inputs that recomputing the
+    region before can rebuild. ``forms`` maps the name of a value to pack to the name of its codec or link (to host memory or
+    disk). ``is_private`` says for such a name whether the values that come back cannot be used to rebuild other values (only
+    signs come back, for example).
     """
     slot_values = {slot.value for slot in graph.slots if slot.is_managed}
     packed = {v: forms[graph.values[v].name] for v in slot_values - links if forms and graph.values[v].name in forms}
@@ -122,12 +125,12 @@ def choose(
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ReplayPlan:
-    """Data: what happens to all values of one region under one signature. Derived attributes are computed at first use and
-    cached.
+    """Data: what happens to each value of one region (a module that the plan decides about) in calls with one signature (shapes
+    and dtypes). Derived attributes are computed at first use and cached.
 
-    ``codecs`` maps each packed value to its codec, or to ``None`` for a value that goes over the link. ``parameters`` are pairs
-    of graph value and source, for all parameters and buffers that ops read. ``not_rebuildable`` maps the values that no recipe
-    can rebuild to the reason.
+    ``codecs`` maps each packed value to its codec, or to ``None`` for a value that goes over the link (to host memory or disk).
+    ``parameters`` are pairs of graph value and source, for all parameters and buffers that ops read. ``not_rebuildable`` maps
+    the values that no recipe can rebuild to the reason.
     """
 
     name: str
@@ -141,17 +144,21 @@ class ReplayPlan:
     parameters: tuple[tuple[int, ParameterSource], ...]
     not_rebuildable: Mapping[int, str]
     steady: frozenset[int] = frozenset()
-    """Value ids of inputs that forward itself made and does not write to again."""
+    """The value ids of inputs that the model's forward has made and does not write to again."""
     template: ReplayPlan | None = None
-    """The same plan with open numbers, if this plan was made from it by filling in numbers. Otherwise ``None``."""
+    """The plan with placeholders from which this plan was made by filling in numbers. ``None`` if this plan was not made in
+    this way.
+    """
     numbers: tuple[Number, ...] = ()
     """The numbers that were filled into the template to make this plan."""
 
     def at(self, numbers: tuple[Number, ...], recording: RecordedRegion) -> ReplayPlan:
-        """Return a copy of this plan with its open numbers (those that differ from call to call) filled in.
+        """Return a copy of this plan in which placeholders (for numbers that change from call to call) are replaced by
+        ``numbers``.
 
-        ``recording`` is the recorded region with the numbers filled in. Both plans share everything that does not depend on
-        numbers. The bytes and geometries in the graph stay open: use ``bytes_of`` and ``geometry_of``.
+        ``recording`` is the recorded region (a module that the plan decides about) with the numbers filled in. Both plans share
+        everything that does not depend on numbers. The bytes and geometries in the graph still contain placeholders: use
+        ``bytes_of`` and ``geometry_of``.
         """
         for name, member in vars(ReplayPlan).items():
             if isinstance(member, cached_property):
@@ -169,7 +176,7 @@ class ReplayPlan:
         return self.filled(self.recording.values[value].base)
 
     def filled(self, geometry: Geometry) -> Geometry:
-        """Return a recorded geometry, with this plan's numbers filled in."""
+        """Return a recorded geometry (size, strides, offset, dtype) with placeholders replaced by this plan's numbers."""
         return geometry.changed(self._number)
 
     def _number(self, number: Number | Unknown) -> Number:
@@ -177,7 +184,9 @@ class ReplayPlan:
 
     @cached_property
     def dropped_slots(self) -> tuple[int, ...]:
-        """The slots whose tensor is not held after forward, so that backward must rebuild it, decode it or bring it back."""
+        """The numbers (in the order of saving) of the tensors that are not held after forward, so that backward must rebuild,
+        decode or fetch them.
+        """
         return tuple(s.index for s in self.graph.slots if s.is_managed and s.value in self.choice.gone)
 
     @cached_property
@@ -187,10 +196,9 @@ class ReplayPlan:
 
     @cached_property
     def leaf_groups(self) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
-        """Pairs of leaves and slots: the stored values that recipes start from, and the dropped slots that start from these
-        values.
+        """Pairs of stored values (leaves) and dropped tensors: the tensors of a pair are rebuilt from these stored values.
 
-        Slots with equal leaves are in one pair, so that their cells share one tuple.
+        Dropped tensors with equal leaves are in one pair, so that the objects in autograd share one tuple.
         """
         groups: dict[tuple[int, ...], list[int]] = {}
         for slot, leaves in self._schedule.leaves.items():
@@ -199,22 +207,29 @@ class ReplayPlan:
 
     @cached_property
     def needed_cells(self) -> tuple[tuple[int, int], ...]:
-        """The stored values that recipes start from, each as a pair of value id and the kept slot that holds the value."""
+        """The stored values that recomputation starts from, each as a pair of value id and the number of the kept saved tensor
+        that holds the value.
+        """
         return tuple((value, slot) for value, slot in self._cell_of.items() if value in self._used)
 
     @cached_property
     def unsaved_inputs(self) -> tuple[tuple[int, int], ...]:
-        """The inputs that recipes start from and that autograd does not save, each as a pair of value id and input position."""
+        """The inputs of the region (a module that the plan decides about) that recomputation starts from and that autograd does
+        not save, each as a pair of value id and input position.
+        """
         return tuple((value, position) for value, position in self._input_of.items() if value in self._used)
 
     @cached_property
     def held_places(self) -> tuple[int, ...]:
-        """The places (see `ParameterSource`) of the parameters and buffers whose memory recipes read."""
+        """The places (see `ParameterSource`) of the parameters and buffers whose memory, as it was in forward, recomputation
+        reads.
+        """
         return tuple(source.place for _, source in self.parameters if source.is_held)
 
     @cached_property
     def outside_cells(self) -> tuple[tuple[int, int], ...]:
-        """The pairs of ``needed_cells`` whose value the region did not make.
+        """The pairs of ``needed_cells`` (value id and kept saved tensor) whose value was not made inside the region (a module
+        that the plan decides about).
 
         Such a value may be a parameter that gets other memory before backward.
         """
@@ -223,27 +238,29 @@ class ReplayPlan:
 
     @property
     def leaf_slots(self) -> tuple[int, ...]:
-        """The kept slots that recipes start from."""
+        """The kept saved tensors that recomputation starts from, as numbers in the order of saving."""
         return tuple(slot for _, slot in self.needed_cells)
 
     @cached_property
     def needs_inputs(self) -> bool:
-        """Whether dropping what the plan drops needs the call's input tensors: a recipe starts from an input, or the region
-        before rebuilds one.
+        """Whether dropping tensors needs the call's input tensors: recomputation starts from an input, or an input is rebuilt
+        by recomputing the region (a module that the plan decides about) that ran before.
         """
         return bool(self.unsaved_inputs) or self.choice.link is not None
 
     @property
     def link_position(self) -> int:
-        """The position (among the region's inputs) of the input that the region before rebuilds, because the boundary is
-        dropped.
+        """The position, among the region's inputs, of the input that is not held because it is rebuilt: by recomputing the
+        region (a module that the plan decides about) that ran before.
         """
         assert self.choice.link is not None
         return int(self.graph.values[self.choice.link].name.split(":")[1])
 
     @cached_property
     def exact_slots(self) -> tuple[int, ...]:
-        """The dropped slots that do not depend on a lossy codec: they come back equal to forward's tensors, bit for bit."""
+        """The dropped tensors (as numbers in the order of saving) that do not depend on a lossy codec, so that they come back
+        equal to forward's, bit for bit.
+        """
         codecs = ((value, codec) for value, codec in self.codecs.items() if codec is not None)
         lossy = {value for value, codec in codecs if codec.keeps_sign_only or not codec.is_lossless}
         from_lossy = {slot for leaves, slots in self.leaf_groups if lossy.intersection(leaves) for slot in slots}
@@ -251,9 +268,10 @@ class ReplayPlan:
 
     @cached_property
     def twins(self) -> tuple[tuple[int, int], ...]:
-        """Pairs of slots that held the same tensor from outside of the region while recording.
+        """Pairs of saved tensors (as numbers in the order of saving) that were the same tensor from outside of the region (a
+        module that the plan decides about) during recording.
 
-        The tensor is read, or packed, through the first slot of the pair.
+        Such a tensor is read or packed only once, as the first of the pair.
         """
         first: dict[int, int] = {}
         shown = [slot for slot in self.graph.slots if slot.value >= 0]
@@ -263,7 +281,9 @@ class ReplayPlan:
 
     @cached_property
     def signs(self) -> Mapping[int, str]:
-        """A mapping from slot to value name, for slots whose value is held as signs only."""
+        """The saved tensors of which only signs are held: a mapping from the number of the tensor (in the order of saving) to
+        the value's name.
+        """
         return {
             slot.index: self.graph.values[slot.value].name
             for slot in self.graph.slots
@@ -276,22 +296,25 @@ class ReplayPlan:
         return self._schedule.ops
 
     def ops_for(self, slots: Sequence[int]) -> tuple[int, ...]:
-        """Return the ids of the ops that run again if backward reads only these dropped slots."""
+        """Return the ids of the ops that run again if backward reads only these dropped tensors (numbers in the order of
+        saving).
+        """
         return self._scheduled(slots).ops
 
     @cached_property
     def collectives(self) -> tuple[str, ...]:
-        """The names of the collectives in recipes, in the order of backward."""
+        """The names of the collectives that recomputation repeats, in the order of backward."""
         recorded = (self.recording.ops[op] for op in self.replayed_ops)
         return tuple(op.name for op in recorded if is_collective(op.func))
 
     @cached_property
     def state_points(self) -> StatePoints:
-        """The points where forward must record the states of random generators. It is empty if recipes repeat no random op."""
+        """The points where forward must record the states of random generators. Empty if recomputation repeats no random op."""
         return state_points((self.recording.ops[op] for op in self.replayed_ops), self.recording.generators)
 
     def compile(self, order: tuple[int, ...] | None = None) -> Code:
-        """Return the recipes as compiled Python functions, for a backward that reads the slots in this order.
+        """Return the recipes (ops that rebuild dropped tensors) as compiled Python functions, for a backward that reads the
+        tensors in the order ``order``.
 
         Without ``order``, use the expected order.
         """
@@ -311,18 +334,19 @@ class ReplayPlan:
         return {}
 
     def recipe_of(self, slot: int) -> tuple[int, ...]:
-        """Return the ids of the ops that rebuild a dropped slot."""
+        """Return the ids of the ops that rebuild a dropped tensor."""
         stored = self.choice.stored | self.choice.packed.keys()
         return recipe_ops(self.graph, self.graph.slots[slot].value, stored)[0]
 
     def boundary_leaves(
         self, cells: Sequence[Cell], packed: Mapping[int, Readable], link: Readable | None
     ) -> tuple[Readable, ...] | None:
-        """Return the objects that the recipe for the region's outputs reads its stored values from. Return ``None`` if the
+        """Return the objects that hold the stored values from which the region's outputs can be rebuilt. Return ``None`` if the
         outputs cannot be rebuilt.
 
-        The next region uses this recipe if it does not hold its input (which is this region's output). ``cells`` are the call's
-        saved tensors, ``packed`` the values in other forms, and ``link`` reads the output of the region before.
+        The next region (a module that the plan decides about) has the outputs rebuilt if it does not hold its input, which is
+        such an output. ``cells`` are the objects with the call's saved tensors, ``packed`` the values that are held by a codec
+        or link (to host memory or disk), and ``link`` reads the output of the region before.
         """
         wanted = self._boundary_values
         readable: dict[int, Readable] = {value: cells[slot] for value, slot in self._cell_of.items()}
@@ -335,19 +359,25 @@ class ReplayPlan:
 
     @property
     def activation_bytes(self) -> int:
-        """The total size in bytes of the storages that the region made and autograd saved. Each storage counts once."""
+        """The total size in bytes of the storages that the region (a module that the plan decides about) made and autograd
+        saved. Each storage counts once.
+        """
         return self._bytes_of(self._saved_values)
 
     @property
     def droppable_bytes(self) -> int:
-        """The part of ``activation_bytes`` that recipes could rebuild, bit for bit, from the region's inputs and parameters."""
+        """The part of ``activation_bytes`` that recomputation could rebuild, bit for bit, from the inputs and parameters of the
+        region (a module that the plan decides about).
+        """
         names = frozenset(self.graph.values[v].name for v in self._saved_values)
         return self._bytes_of(choose(self.graph, names, self.not_rebuildable).dropped)
 
     @property
     def dropped_bytes(self) -> int:
-        """The total size in bytes of the storages that the region made and that only dropped slots held. Each storage counts
-        once.
+        """The total size in bytes of the storages that the region (a module that the plan decides about) made and that are
+        freed because all tensors in them are dropped.
+
+        Each storage counts once.
         """
         return self._bytes_of(v for v in self.choice.dropped if self.graph.values[v].origin is Origin.OP)
 
@@ -361,9 +391,8 @@ class ReplayPlan:
 
     @cached_property
     def _boundary_values(self) -> tuple[int, ...] | None:
-        """The ids of the stored values that the recipe for the outputs starts from.
-
-        ``None`` if the outputs cannot be rebuilt.
+        """The ids of the stored values from which the outputs of the region (a module that the plan decides about) can be
+        rebuilt; ``None`` if they cannot be rebuilt.
         """
         dropped = frozenset(self.graph.outputs) - self.choice.stored - self.choice.packed.keys()
         try:
@@ -375,8 +404,8 @@ class ReplayPlan:
 
     @cached_property
     def _schedule(self) -> Schedule:
-        """The ops of all recipes, in the order that backward is expected to need. It is used until a backward has shown its
-        real order.
+        """All ops that recomputation runs, in the order that backward is expected to need. The order is used until a backward
+        has shown its real order.
         """
         dropped = set(self.dropped_slots)
         return self._scheduled([slot for slot in self.graph.backward_order if slot in dropped])
@@ -388,11 +417,11 @@ class ReplayPlan:
         return build_schedule(self.graph, self.choice.stored, dropped, order, self.choice.packed)
 
     def _visible(self, slot: int, leaves: Iterable[int]) -> tuple[int, ...]:
-        """Return the ids of the values that the recipe of a slot reads from cells (the objects that hold saved tensors).
-        Parameters are left out, because they are read elsewhere.
+        """Return the ids of the values that recomputing a dropped tensor (``slot`` is its number) reads from cells, the objects
+        that hold saved tensors. Parameters are left out, because they are read elsewhere.
 
-        `BOUNDARY` means the outputs of the region and is used like the number of a slot. For `BOUNDARY`, the outputs that are
-        held are added.
+        `BOUNDARY` in place of a number means the outputs of the region (a module that the plan decides about). For it, the
+        outputs that are held are added.
         """
         held = set(self.graph.outputs) & self.choice.stored if slot == BOUNDARY else set()
         return tuple(v for v in sorted(held.union(leaves)) if v not in self._sources.parameters)
@@ -403,7 +432,7 @@ class ReplayPlan:
 
     @cached_property
     def _cell_of(self) -> Mapping[int, int]:
-        """A mapping from each stored value to the first kept slot that holds it."""
+        """A mapping from each stored value to the first kept saved tensor that holds it (its number in the order of saving)."""
         cells: dict[int, int] = {}
         for index in self.kept_slots:
             value = self.graph.slots[index].value
@@ -413,7 +442,9 @@ class ReplayPlan:
 
     @cached_property
     def _input_of(self) -> Mapping[int, int]:
-        """A mapping from each stored input that no slot holds to its position among the region's inputs."""
+        """A mapping from each stored input that autograd does not save to its position among the inputs of the region (a module
+        that the plan decides about).
+        """
         elsewhere = {*self._cell_of, *self.choice.packed, self.choice.link}
         return {
             value.id: int(value.name.split(":")[1])

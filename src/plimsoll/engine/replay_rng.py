@@ -1,11 +1,12 @@
 """Record the generator's state in forward, so that dropout and other random ops draw the same numbers on replay.
 
-Steady calls run without a dispatch mode, so our code runs inside a region at two kinds of *points* only: when the region
-begins, and when a tensor is saved. A random op can be repeated if the generator was not used between such a point and the op:
-then the op starts from the state that was recorded at that point. Recording a state costs about 2 µs on a CPU. The state is
-held as a generator: a CPU's state takes 2.5 KiB as a generator, and 5 KiB as a tensor.
+Calls that are not recorded run without a dispatch mode. So Plimsoll's code runs inside a region (a module that the plan decides
+about) only at two kinds of *points*: when the region begins, and when a tensor is saved. A random op can be repeated if the
+generator was not used between such a point and the op: then the op starts from the state that was recorded at that point.
+Recording a state costs about 2 µs on a CPU. The state is held as a generator: a CPU's state takes 2.5 KiB as a generator, and 5
+KiB as a tensor.
 
-On replay the recipe sets the generator to the state of the op's point, runs the op, and restores the generator in a ``finally``
+On replay, Plimsoll sets the generator to the state of the op's point, runs the op, and restores the generator in a ``finally``
 (see ``replay_code``), so that a replay never changes the random numbers of the training run itself.
 """
 
@@ -19,10 +20,14 @@ from plimsoll.engine.capturing import refuse_capture
 from plimsoll.tracing.recorder.recorder import RecordedOp
 
 ENTRY = -1
-"""The number of the point before the region's first op. A number ``k >= 0`` is the point where saved tensor ``k`` is saved."""
+"""The number of the point before the first op of a region (a module that the plan decides about). A number ``k >= 0`` is the
+point where saved tensor ``k`` is saved.
+"""
 
 StatePoints = Mapping[int, tuple[tuple[int, torch.Generator], ...]]
-"""A mapping from point to the generators whose state is recorded at this point, each as a pair of index and generator."""
+"""A mapping from a point in forward to the random generators whose state is recorded there, each as a pair of index and
+generator.
+"""
 
 
 def generators_of(devices: Sequence[torch.device]) -> tuple[torch.Generator, ...]:
@@ -32,8 +37,8 @@ def generators_of(devices: Sequence[torch.device]) -> tuple[torch.Generator, ...
 
 
 def state_points(ops: Iterable[RecordedOp], generators: Sequence[torch.Generator]) -> StatePoints:
-    """Return the points of forward where later calls must record the states of generators, so that recipes can repeat these
-    random ops.
+    """Return the points of forward where later calls must record the states of random generators, so that backward can run
+    these random ops again.
     """
     points: dict[int, dict[int, torch.Generator]] = {}
     for op in ops:
@@ -47,7 +52,7 @@ def take_states(points: StatePoints, at: int, states: dict[tuple[int, int], torc
     """Record the generator states that belong to the point ``at`` of forward, which has been reached. They are written to
     ``states``.
 
-    Random ops in recipes will start from these states again.
+    When backward runs random ops again, they start from these states.
 
     Raises:
         CaptureRefused: a CUDA graph is being captured.
@@ -63,8 +68,8 @@ def take_states(points: StatePoints, at: int, states: dict[tuple[int, int], torc
 
 
 class RandomPoints:
-    """Watches the random generators while a region is recorded. For each random op, it finds a point of forward whose recorded
-    state lets the op be repeated.
+    """Watches the random generators while a region (a module that the plan decides about) is recorded. For each random op, it
+    finds a point of forward at which to record the generator's state, so that the op can be repeated.
     """
 
     def __init__(self, generators: Sequence[torch.Generator]) -> None:
@@ -86,15 +91,14 @@ class RandomPoints:
     def end(self) -> None:
         """Note that forward is over, and release the latest states.
 
-        The recorder stays in reference cycles for a while, and without this its random states would stay too.
+        The recorder stays in reference cycles for a while, and its random states would stay too.
         """
         self._latest.clear()
 
     def before(self, op: RecordedOp, device: torch.device) -> torch.Tensor | None:
-        """Return a generator state. The random op that is about to run can be repeated from this state. The op notes the point
-        where the state was recorded.
+        """Return the recorded generator state from which the random op that is about to run can be repeated.
 
-        Return ``None`` if this state was not recorded at a point: the generator was used since then.
+        The number of the point is stored with the op. Return ``None`` if the generator was used since the last point.
         """
         position = self._index(device)
         if position is None:
@@ -106,8 +110,8 @@ class RandomPoints:
         return state
 
     def state(self, device: torch.device) -> torch.Tensor:
-        """Return the current state of the device's generator. If that generator is not watched, return the state of the CPU's
-        generator.
+        """Return the current state of the device's random generator. If that generator is not watched, return the state of the
+        CPU's generator.
         """
         return self.generators[self._index(device) or 0].get_state()
 

@@ -1,9 +1,10 @@
 """Run a region's forward once more in backward, if a call made torch calls that were never recorded.
 
-A region that reads values of tensors may do something new in any call: a branch on data, another set of experts. Recipes cannot
-serve such a call, and keeping everything would break the budget. So the call drops what it has made, and the first read in
-backward runs the module's own forward again. The second run starts from the random states of the first one, and everything that
-it changes (attributes, buffers, random states) is restored after it.
+A region (a module that the plan decides about) that reads values of tensors may do something new in any call: a branch on data,
+another set of experts. Recipes (recorded ops that rebuild dropped tensors) do not fit such a call, and keeping everything would
+break the budget. So the call drops what it has made, and the first read in backward runs the module's own forward again. The
+second run starts from the random states of the first one, and everything that it changes (attributes, buffers, random states)
+is restored after it.
 
 A second run may do something else than the first one did: it sees what the model's code has changed since. So each dropped
 tensor leaves a checksum of all its bytes, and the second run must produce the same bytes. Some calls keep everything instead,
@@ -55,7 +56,9 @@ Record = Callable[[tuple[Any, ...], dict[str, Any]], list[torch.Tensor] | None]
 
 
 class Entrance:
-    """Data about a call before its forward: everything that a second run starts from."""
+    """Data about a call of a region (a module that the plan decides about) before its forward: everything that a second run of
+    the forward starts from.
+    """
 
     def __init__(
         self,
@@ -252,7 +255,7 @@ class Rerun:
         self._on_failure = on_failure
         self._record = record
         self._expected: dict[int, tuple[Geometry, int]] = {}
-        """The layout of each dropped tensor and a checksum of its storage, by slot."""
+        """The layout of each dropped tensor and a checksum of its storage, by the tensor's number in the order of saving."""
         self._made: dict[int, torch.Tensor] = {}
 
     def drop(self, call: OpenCall) -> None:
@@ -274,7 +277,7 @@ class Rerun:
         call.close()
 
     def restore(self, cell: Cell) -> torch.Tensor:
-        """Return the tensor of a cell."""
+        """Return the tensor that belongs to a cell, the object that autograd holds instead of the dropped tensor."""
         if cell.tensor is not None:
             return cell.read()
         if cell.index not in self._made:
@@ -284,7 +287,7 @@ class Rerun:
         return self._made.pop(cell.index)
 
     def _run(self) -> dict[int, torch.Tensor]:
-        """Run forward again, and return the dropped tensors by slot.
+        """Run forward again, and return the dropped tensors by their number in the order of saving.
 
         Raises:
             ReplayMismatch: the second run has saved other tensors than the first one.
@@ -319,7 +322,9 @@ class Rerun:
         return {slot: saved[slot] for slot in self._expected}
 
     def _unrecorded(self, last: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-        """Run forward until it has saved the tensor of slot ``last``, and return the saved tensors by slot."""
+        """Run forward until it has saved tensor number ``last``, and return the saved tensors by their number in the order of
+        saving.
+        """
         saved: list[torch.Tensor] = []
 
         def pack(tensor: torch.Tensor) -> int:

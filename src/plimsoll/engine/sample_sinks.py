@@ -1,5 +1,5 @@
-"""Choose the dropped values to sample. Few values are chosen, such that each dropped value is sampled or shows in a sampled
-value.
+"""Choose which dropped values to sample. Samples of rebuilt values detect wrong recomputation. Few values are chosen, such that
+each dropped value is sampled or shows in a sampled value.
 
 A value *shows* in the result of an op if a wrong value makes the result wrong. The walk goes from the last op to the first, and
 samples each dropped value that does not show in a sampled value: the sinks of the graph. Some ops read a value, and yet it does
@@ -42,7 +42,7 @@ def sinks(
     dropped: Set[int],
     filled: Callable[[Geometry], Geometry],
 ) -> frozenset[int]:
-    """Return the values to sample, as ids of the graph.
+    """Return the values to sample, as ids of the region's graph. A wrong dropped value then shows in at least one sample.
 
     If ``sin``, ``tanh`` and ``* mask`` run one after the other and all results are dropped, only the product is sampled. If the
     product is not dropped, the result of ``tanh`` and the mask are sampled.
@@ -89,7 +89,7 @@ def covers(parts: Iterable[Geometry], whole: Geometry) -> bool:
 
 
 def _main_result(op: RecordedOp, recording: RecordedRegion) -> int | None:
-    """Return the id of an op's first result, if an error in any tensor that the op reads makes this result wrong. Else return
+    """Return the id of an op's first result, if an error in any tensor that the op reads makes this result wrong, else
     ``None``.
 
     Other results may depend on fewer tensors: the mean of a layer norm does not depend on its weight. For operators from

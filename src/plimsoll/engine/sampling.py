@@ -31,7 +31,7 @@ from plimsoll.tracing.torch_internals import at_end_of_backward, current_graph_t
 
 SAMPLE_SIZE = 16
 _STRIDE_OF_CALLS = 2654435761
-"""The distance between the sample positions of consecutive calls. It is a prime, so that samples of many calls reach all
+"""How far the sample positions move from one call to the next. It is a prime, so that samples of many calls reach all
 positions.
 """
 
@@ -49,7 +49,7 @@ The elements are a list on a CPU (the cheapest there) and a tensor on other devi
 """
 
 Failure = Callable[[], None]
-"""A function that raises the error of one comparison."""
+"""A function that raises the error for one sample that differs."""
 
 
 class DeferredChecks:
@@ -63,8 +63,8 @@ class DeferredChecks:
         self._task = -1
 
     def add(self, flag: torch.Tensor, fail: Failure) -> None:
-        """Store a flag on the device; true means that the bits differ. If the flag turns out to be set, ``fail`` is called and
-        raises.
+        """Store a flag on the device; true means that the bits of a sample differ. If the flag is true when backward ends,
+        ``fail`` is called and raises the error.
         """
         task = current_graph_task()
         if task != self._task:  # the first flag of this backward; drop the flags of a backward that raised midway
@@ -83,7 +83,8 @@ class DeferredChecks:
 
 @dataclass(frozen=True, slots=True)
 class SentinelPolicy:
-    """Data: how the regions of one managed model take samples of dropped tensors.
+    """Data: in which calls the regions (modules that the plan decides about) of one managed model take samples of dropped
+    tensors.
 
     Calls whose number is a multiple of ``every`` are sampled. ``deferred`` collects the results of comparisons that are read at
     the end of backward.
@@ -94,12 +95,12 @@ class SentinelPolicy:
 
 
 class Sampler:
-    """Takes samples of tensors that one region drops in forward (sentinels), and compares them with the rebuilt tensors in
-    backward.
+    """Takes samples of tensors that one region (a module that the plan decides about) drops in forward (sentinels), and
+    compares them with the rebuilt tensors in backward.
 
-    Two kinds of values are sampled. One kind comes back from a lossless codec or a link. The other kind is a sink: a rebuilt
-    value that shows errors of earlier ops too (see ``sample_sinks``). ``like`` is the sampler of calls that differ only in
-    numbers.
+    Two kinds of values are sampled. One kind comes back from a lossless codec or a link (to host memory or disk). The other
+    kind is a sink: a rebuilt value that shows errors of earlier ops too (see ``sample_sinks``). ``like`` is the sampler of
+    calls that differ only in numbers.
     """
 
     def __init__(self, plan: ReplayPlan, policy: SentinelPolicy, like: Sampler | None = None) -> None:
@@ -110,7 +111,7 @@ class Sampler:
         self._use(sentinel_slots(plan, plan.dropped_slots) if like is None else tuple(like._sentinels))
 
     def expect(self, read: Sequence[int]) -> None:
-        """Choose again what to sample, only among these slots (saved tensors), because backward does not read the others."""
+        """Limit the sampling to these saved tensors (numbers in the order of saving), because backward reads only these."""
         self._use(sentinel_slots(self._plan, read))
 
     def _use(self, slots: Iterable[int]) -> None:
@@ -119,7 +120,8 @@ class Sampler:
         self._sentinels = {slot: found for slot, found in places.items() if found is not None}
 
     def take(self, tensors: Sequence[torch.Tensor], number: int) -> dict[int, Sample]:
-        """Return, for each sentinel slot, a sample of the tensor that the region's ``number``-th call saved.
+        """Return a sample of each tensor that is to be sampled, taken from the tensors that call number ``number`` of the
+        region (a module that the plan decides about) saved. The key is the tensor's number in the order of saving.
 
         Elements are taken as integers, because bits are compared and not values. Call this below autograd.
         """
@@ -136,8 +138,8 @@ class Sampler:
         return samples
 
     def check(self, slot: int, taken: Sample, value: torch.Tensor, fail: Callable[[int], None]) -> None:
-        """Call ``fail`` with the slot if a rebuilt tensor differs from its sample in any bit. On a GPU, ``fail`` is called when
-        backward ends.
+        """Call ``fail`` if a rebuilt tensor differs from its sample in any bit. The argument of ``fail`` is the tensor's
+        number. On a GPU, ``fail`` is called when backward ends.
         """
         places, offset, sample = taken
         if value.is_cpu and places.peek(offset, value) == sample:
@@ -160,9 +162,9 @@ class Sampler:
 
 
 def sentinel_slots(plan: ReplayPlan, read: Sequence[int]) -> tuple[int, ...]:
-    """Return the slots (saved tensors) to sample if backward reads only the slots in ``read``.
+    """Return the saved tensors to sample (numbers in the order of saving), if backward reads only the tensors in ``read``.
 
-    For a sampled value (the content of one storage), as many slots are chosen as are needed to cover the whole storage.
+    For a sampled value (the content of one storage), as many saved tensors are chosen as are needed to cover the whole storage.
     """
     graph, geometries = plan.graph, plan.recording.slot_geometries
     slots: dict[int, list[int]] = {}
@@ -175,7 +177,7 @@ def sentinel_slots(plan: ReplayPlan, read: Sequence[int]) -> tuple[int, ...]:
     found: list[int] = []
     for value in sorted(chosen | packed):
         parts: dict[int, int] = {}
-        """The slots that are chosen so far for this value. The key is the storage offset where the slot starts."""
+        """The saved tensors chosen so far for this value, by the storage offset where the tensor starts."""
         for slot in sorted(slots[value], key=lambda each: -math.prod(geometries[each].size)):
             if not covers([geometries[each] for each in parts.values()], plan.geometry_of(value)):
                 parts.setdefault(geometries[slot].offset, slot)
@@ -184,13 +186,15 @@ def sentinel_slots(plan: ReplayPlan, read: Sequence[int]) -> tuple[int, ...]:
 
 
 def must_defer(device_type: str) -> bool:
-    """Return whether a comparison at once would make the host wait for the device."""
+    """Return whether comparing a sample at once would make the host wait for this device (a GPU). Then the comparison is read
+    when backward ends.
+    """
     return device_type != "cpu" and current_graph_task() != -1
 
 
 @dataclass(frozen=True, slots=True)
 class SamplePlaces:
-    """Where the sample of a tensor is: up to 16 positions, and how far they can be moved from call to call.
+    """The positions of a tensor's sample: up to 16 elements, and how far they can be moved from call to call.
 
     ``moves`` has a pair for each direction in the tensor: the stride along it, and the number of positions that the sample can
     take.
@@ -202,11 +206,11 @@ class SamplePlaces:
     moves: tuple[tuple[int, int], ...]
     integers: torch.dtype
     span: type[ctypes.Array[Any]]
-    """The type of a ctypes array that reaches from the first element of the sample to the last."""
+    """A ctypes array type that reaches from the first element of the sample to the last."""
 
     @staticmethod
     def has_any(geometry: Geometry) -> bool:
-        """Return whether there are bits to compare: the tensor has elements, and an integer type has the size of an element."""
+        """Return whether the tensor can be sampled: it has elements, and an integer type has the size of an element."""
         return math.prod(geometry.size) > 0 and geometry.dtype.itemsize in INTEGER_OF_SIZE
 
     @staticmethod
@@ -232,7 +236,7 @@ class SamplePlaces:
         return SamplePlaces(size, stride, geometry.offset, moves, integers, span)
 
     def offset(self, number: int) -> int:
-        """Return the storage offset where the sample of the ``number``-th call starts."""
+        """Return the storage offset in elements where the sample of the ``number``-th call starts."""
         offset, left = self.base, number * _STRIDE_OF_CALLS
         for stride, steps in self.moves:
             left, move = divmod(left, steps)
@@ -249,7 +253,8 @@ class SamplePlaces:
         """Return the sampled elements of a CPU tensor as a list of integers. ``offset`` is the storage offset where the sample
         starts.
 
-        This avoids three torch ops, which take longer than everything else in the call of a small region.
+        This avoids three torch ops, which take longer than everything else in the call of a small region (a module that the
+        plan decides about).
         """
         storage, start = tensor.untyped_storage(), offset * self.integers.itemsize
         if start + ctypes.sizeof(self.span) > storage.nbytes():

@@ -1,9 +1,9 @@
-"""Measure in one recording step what lossy forms would do to a model: the bytes that they take, and the noise that they add to
-gradients.
+"""Measure in one recorded step what lossy codecs would do to a model: the bytes that encoded values take, and the noise that
+they add to gradients.
 
-A lossy form is a codec that does not give back the exact value. While all saved values of a region are held, codecs are tried
-on them. The results are bytes and noise = ‖decoded - value‖ / ‖value‖. The step itself reads the exact values, so its gradients
-equal the unmanaged model's.
+A lossy codec does not give back the exact value. While all saved values of a region (a module that the plan decides about) are
+held, codecs are tried on them. The results are bytes and noise = ‖decoded - value‖ / ‖value‖. The step itself reads the exact
+values, so its gradients equal the unmanaged model's.
 
 The effect of noise on gradients is followed through backward to first order. Right before an autograd node runs, the node is
 run again once per saved value that it reads, each time with that value read through a lossy codec. The difference is exactly
@@ -41,7 +41,7 @@ from plimsoll.tracing.torch_internals import below_autograd, current_autograd_no
 REFERENCE_CODEC = "int8"
 """The name of the codec that values are read through to measure the effect on gradients."""
 LEAST_LOSSY_ELEMENTS = 4096
-"""The fewest elements of a tensor that may take a lossy form. For smaller tensors, the saving is not worth it."""
+"""The fewest elements of a tensor for which a lossy codec is considered. For smaller tensors, the saving is not worth it."""
 _CHUNK = 1 << 20
 _ACCUMULATE = "torch::autograd::AccumulateGrad"
 
@@ -50,7 +50,9 @@ Noise = dict[str, float]
 """A mapping from value name to the squared norm of the noise that reading this value through a lossy codec has caused."""
 
 RegionKey = tuple[str, int]
-"""A key of a region's call: the region's name, and the number of the call within a step."""
+"""Identifies one call of a region (a module that the plan decides about): the region's name, and the number of the call within
+a step.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +72,8 @@ class Seen:
 
     ``count`` is the number of elements. Two numbers say what noise in the value does, both per squared unit of the value's
     noise. ``parameter_error`` is the squared error of the region's parameter gradients. ``flow_error`` is the squared relative
-    error of the gradient that leaves the region. ``readers`` are the names of the autograd nodes that read the value.
+    error of the gradient that leaves the region (a module that the plan decides about). ``readers`` are the names of the
+    autograd nodes that read the value.
     """
 
     dtype: torch.dtype
@@ -82,8 +85,8 @@ class Seen:
 
 
 class Sensor:
-    """Measures, in one step, what lossy codecs would do to the values that each region of a managed model saves. It works until
-    ``close`` is called.
+    """Measures, in one step, what lossy codecs would do to the values that each region (a module that the plan decides about)
+    saves. It works until ``close`` is called.
 
     In the calls in ``sampled``, it tries codecs on saved values and, if ``wants_sensitivity``, follows their noise through
     backward.
@@ -101,7 +104,7 @@ class Sensor:
         self.compiled: dict[RegionKey, tuple[str, ...]] = {}
         """A mapping from a compiled block to the names of its values that are to be measured."""
         self.noisy: tuple[Collection[RegionKey], str] | None = None
-        """Some compiled blocks, and the name of their value that is now read through a lossy codec.
+        """For some compiled blocks, the name of the value that is now read through a lossy codec.
 
         ``None`` means that all values are read exactly.
         """
@@ -109,8 +112,8 @@ class Sensor:
         """The sum, over the values that were read through a lossy codec, of the squared relative noise."""
 
     def packer(self, key: RegionKey) -> Watching:
-        """Return an object that takes the place of a compiled block's `Packer`, the object that encodes its saved tensors. It
-        shows each tensor to this sensor.
+        """Return an object that replaces a compiled block's `Packer` (the object that encodes its saved tensors). The
+        replacement passes each tensor to this sensor.
         """
         return Watching(self, key)
 
@@ -138,9 +141,9 @@ class Sensor:
         output: Any,
         first_node: int,
     ) -> None:
-        """Measure the saved values of a region whose forward has just returned.
+        """Measure the saved values of a region (a module that the plan decides about) whose forward has just returned.
 
-        ``tensors`` are its saved tensors, with the slot as index. ``first_node`` is the sequence number of the region's first
+        ``tensors`` are its saved tensors, in the order of saving. ``first_node`` is the sequence number of the region's first
         autograd node.
         """
         key = (name, call)
@@ -162,7 +165,9 @@ class Sensor:
         self._trackers[key] = NoiseTracker(output, first_node, self._reference)
 
     def unpack(self, name: str, call: int) -> Callable[[Cell], torch.Tensor]:
-        """Return the unpack hook for one call of a region."""
+        """Return the unpack hook for one call of a region (a module that the plan decides about): it returns the saved tensor,
+        or in a measurement a lossy copy.
+        """
         key = (name, call)
 
         def unpack(cell: Cell) -> torch.Tensor:
@@ -190,7 +195,7 @@ class Sensor:
 
     def close(self) -> None:
         """End the measurement after backward: store, for each value, the noise that reached the region's parameters and the
-        noise that left the region. Release the autograd graph.
+        noise that left the region (a module that the plan decides about). Release the autograd graph.
         """
         for key, tracker in self._trackers.items():
             for name, arrived in tracker.close().items():
@@ -213,8 +218,9 @@ class Sensor:
 
 
 class Watching(Packer):
-    """A packer (the object that encodes a compiled block's saved tensors) that only shows each tensor to a sensor. The argument
-    ``form`` is the value's name here.
+    """Replaces a `Packer` (the object that encodes a compiled block's saved tensors). It only passes each tensor to a sensor.
+
+    Its argument ``form`` is the value's name.
     """
 
     def __init__(self, sensor: Sensor, key: RegionKey) -> None:
@@ -242,7 +248,8 @@ class Arrived:
     """Data: how much noise in gradients one value has caused, per squared unit of the value's relative noise.
 
     ``at_parameters`` is the squared norm of the noise at the region's parameters. ``further_up`` is the squared norm of the
-    noise in the gradient that leaves the region, divided by the squared norm of this gradient.
+    noise in the gradient that leaves the region (a module that the plan decides about), divided by the squared norm of this
+    gradient.
     """
 
     at_parameters: float = 0.0
@@ -250,7 +257,8 @@ class Arrived:
 
 
 class NoiseTracker:
-    """Follows the noise of lossy values through the backward of one region, from node to node.
+    """Follows the noise of lossy values through the backward of one region (a module that the plan decides about), from node to
+    node.
 
     The noise begins where a value is read through the ``reference`` codec.
     """
@@ -270,8 +278,8 @@ class NoiseTracker:
             self._handles.append(node.register_hook(functools.partial(self._pass_on, node)))
 
     def read(self, name: str, value: torch.Tensor) -> torch.Tensor:
-        """Return what an autograd node of this region reads for a saved tensor: the tensor itself, or in a trial its lossy
-        copy.
+        """Return what an autograd node of this region (a module that the plan decides about) reads for a saved tensor: the
+        tensor itself, or in a trial its lossy copy.
         """
         return value if self._trial is None else self._trial.read(name, value)
 
@@ -281,11 +289,13 @@ class NoiseTracker:
 
     @property
     def is_trying(self) -> bool:
-        """Whether the node that runs now runs for a trial and not for backward."""
+        """Whether the autograd node that runs now runs only for a measurement and not for backward."""
         return self._trial is not None
 
     def close(self) -> dict[str, Arrived]:
-        """Release the graph, and return the noise that arrived, by value name."""
+        """Release autograd's graph. Return, for each value name, the noise that reached parameters and the noise that left the
+        region (a module that the plan decides about).
+        """
         for handle in self._handles:
             handle.remove()
         self._handles, self._known = [], set()
@@ -293,9 +303,9 @@ class NoiseTracker:
         return self.arrived
 
     def _nodes(self, output: Any) -> Iterator[Any]:
-        """Yield the autograd nodes of the region.
+        """Yield the autograd nodes of the region (a module that the plan decides about).
 
-        At nodes just outside of the region, register hooks that only note the noise.
+        Hooks that only add up noise are registered on the nodes just outside of the region.
         """
         pending: list[Any] = [tensor.grad_fn for tensor in output_tensors(output)]
         while pending:
@@ -313,8 +323,8 @@ class NoiseTracker:
         return bool(node._sequence_nr() >= self._first_node)
 
     def _try_values(self, node: Any, gradients: Gradients) -> None:
-        """Run a node before backward runs it: first with exact values, then once for each value that it reads, with noise in
-        that value.
+        """Before backward runs an autograd node, run it with exact values, then once for each saved value that it reads, with
+        noise in that value.
         """
         self._trial = trial = _Trial(self._reference)
         try:
@@ -364,8 +374,8 @@ class NoiseTracker:
                     entry[name] = entry.get(name, 0.0) + squared
 
     def _leave(self, node: Any, gradients: Gradients) -> None:
-        """Hook that runs before a node outside of the region: count the noise that arrives there, relative to the gradient that
-        leaves the region.
+        """Hook that runs before a node outside of the region (a module that the plan decides about): count the noise that
+        arrives there, relative to the gradient that leaves the region.
         """
         for name, share in self._relative_noise(node, gradients).items():
             self._arrival(name).further_up += share
@@ -386,8 +396,9 @@ class NoiseTracker:
 
 @dataclass(slots=True)
 class _Trial:
-    """Several runs of one autograd node. In each run, another value is read with noise. ``noise_of`` maps the name of each
-    value that the node reads to the relative noise of this value.
+    """Several runs of one autograd node, to measure noise. In each run, another saved value is read through a lossy codec.
+
+    ``noise_of`` maps the name of each value that the node reads to the relative noise of this value.
     """
 
     reference: Codec

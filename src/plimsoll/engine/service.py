@@ -1,13 +1,13 @@
-"""How the calls of one region under one signature (shapes, dtypes, modes of the inputs) are served: by recipes, or by keeping
-everything.
+"""Decides how calls of one region (a module that the plan decides about) with one signature (shapes, dtypes, modes of the
+inputs) are handled: dropped tensors are rebuilt by recorded ops, or everything is kept.
 
 A program holds the recipes: the recorded ops that rebuild dropped tensors in backward. There is one program for each *stream*,
 which is the sequence of torch calls that the region makes. Without a program, a call keeps everything that it saves.
 
 A call with a new stream keeps everything. The next calls are *watched*: they are recorded again, which is correct and within
-the budget whatever they do, and their programs are added. When all streams have been known for a while, the region becomes
-steady again. A surprise is a call with a stream that was not known. After each further surprise in the model, regions are
-watched for four times as many calls.
+the budget whatever they do, and their programs are added. When all streams have been known for a while, calls are no longer
+recorded. A surprise is a call with a stream that was not known. After each further surprise in the model, regions are watched
+for four times as many calls.
 """
 
 from __future__ import annotations
@@ -26,30 +26,36 @@ from plimsoll.engine.replay_rng import StatePoints
 from plimsoll.engine.torch_calls import Stream
 
 MAX_STREAMS = 16
-"""The most programs that are held for one signature. When there are more, the program that was learned longest ago is
-discarded.
+"""How many programs are held at most for one signature (shapes, dtypes and other state of a call). A program rebuilds the
+dropped tensors of calls that make one sequence of torch calls. The one that was learned longest ago is discarded first.
 """
 FIRST_WATCH = 16
-"""The number of calls to watch (record again) after the first surprise, which is a call with an unknown stream of torch calls.
+"""How many calls are recorded again after the first surprise, which is a call with an unknown sequence of torch calls.
+
 Each further surprise multiplies the number by 4.
 """
 LEAST_WATCH = 3
-"""The number of calls to watch if the region reads values of tensors. Three recordings show which numbers come from them."""
+"""How many calls of a region (a module that the plan decides about) that reads values of tensors are recorded. Three recordings
+show which numbers come from these values.
+"""
 MOST_WATCH = 16
-"""The most calls to watch because of values that the region reads. A region whose calls then still differ is run again in
-backward whenever a call has an unknown stream (see ``rerun``).
+"""How many calls are recorded at most because the region (a module that the plan decides about) reads values of tensors.
+Afterwards, backward runs the region's forward again whenever a call makes an unknown sequence of torch calls (see ``rerun``).
 """
 MAX_IDLE_CHANGES = 3
-"""The limit for changes of scalar attributes (such as counters) that do not change the stream of torch calls.
+"""How many changes in a row of scalar attributes (such as counters) lead to a new recording although the torch calls stay the
+same.
 
-After this many such changes in a row, a change of a scalar attribute no longer makes a call be recorded.
+After this many, such changes no longer lead to a recording.
 """
 
 
 class Service:
-    """Decides how the calls of one region that have one signature are served under one region plan, and holds their programs.
+    """Decides how calls of one region (a module that the plan decides about) with one signature (shapes, dtypes and other
+    state) are handled under a plan, and holds the programs that rebuild their dropped tensors.
 
-    ``engine`` says what serves the calls: recipes, or keep everything. If recipes do not serve all calls, ``reason`` says why.
+    ``engine`` says how: with recipes (recorded ops run again), or everything kept. If something is kept because it cannot be
+    rebuilt, ``reason`` says why.
     """
 
     def __init__(self, plan: RegionPlan, alarm: Alarm) -> None:
@@ -57,25 +63,24 @@ class Service:
         self.engine = Engine.RECIPE
         self.reason = ""
         self.last_call = 0
-        """The number (on the region's clock) of the last call that this service has served. The region discards the oldest
-        service first.
+        """When this service handled its last call, as a number on the region's clock. The region (a module that the plan
+        decides about) discards the service with the oldest call first.
         """
         self._misfits = 0
         self.known = Junction()
         self.points: StatePoints = {}
-        """The points in forward where steady calls record generator states, because at least one of the programs repeats a
-        random op.
+        """The points in forward where calls record the states of random generators, because backward will repeat a random op.
         """
         self.needs_inputs = False
         self.functions: set[Any] = set()
-        """The torch functions of all known streams."""
+        """The torch functions that occur in any known sequence of torch calls."""
         self.held: tuple[int, ...] = ()
-        """The places (indices) of the parameters and buffers whose memory a call must hold, because recipes read it."""
+        """The indices of the parameters and buffers whose memory a call must hold until backward, because recomputation reads
+        it.
+        """
         self._programs: dict[Stream, Program] = {}
         self._open: dict[Stream, OpenProgram] = {}
-        """Programs for streams with open numbers: numbers that change from call to call (see `OpenProgram`). The key is the
-        stream.
-        """
+        """Programs for calls that differ only in numbers (see `OpenProgram`), by their sequence of torch calls."""
         self._watch = 1
         self._alarm = alarm
         self._heard = alarm.count
@@ -83,45 +88,59 @@ class Service:
         self._scalars: tuple[Any, ...] | None = None
         self._idle_changes = 0
         self.recordings = 0
-        """The number of recordings since the region was found to read values of tensors."""
+        """How many calls were recorded since the region (a module that the plan decides about) was found to read values of
+        tensors.
+        """
         self.reads_values = False
-        """Whether a recorded call has read values of tensors, so that any call may make another stream."""
+        """Whether a recorded call has read values of tensors, so that any call may make other torch calls."""
         self._is_distrusted = False
         self.may_rerun = True
-        """Whether the last call with an unknown stream or a misfit could run again in backward."""
+        """Whether backward could run the forward of the last unknown call again. A call is unknown if its torch calls, or the
+        tensors that it saved, match no recording.
+        """
         self.obstacle = ""
-        """The reason why no call of the region may run again in backward, or ""."""
+        """The reason why backward may not run the forward of any call of this region (a module that the plan decides about)
+        again, or "".
+        """
         self.may_learn = True
-        """Whether calls that run again in backward are recorded there."""
+        """Whether a forward that backward runs again is recorded at that time."""
         self.reruns = 0
-        """The number of calls with an unknown stream that backward runs again."""
+        """The number of calls with an unknown sequence of torch calls whose forward backward runs again."""
 
     @property
     def program(self) -> Program | None:
-        """Of the known programs, the program that drops the most bytes. ``None`` if no program is known."""
+        """Of the known programs (each drops and rebuilds tensors), the one that drops the most bytes. ``None`` if none is
+        known.
+        """
         return max(self._all(), key=lambda program: program.plan.dropped_bytes, default=None)
 
     @property
     def streams(self) -> int:
-        """The number of known streams. Calls that differ only in open numbers have one stream."""
+        """The number of known sequences of torch calls. Sequences that differ only in numbers that change from call to call
+        count as one.
+        """
         return len(self._programs) + len(self._open)
 
     def _all(self) -> list[Program]:
         return [*self._programs.values(), *(each.latest for each in self._open.values())]
 
     def has_failed(self) -> bool:
-        """Return whether a recipe or a second run has made a tensor that differs from forward's tensor."""
+        """Return whether a tensor that was rebuilt, by recorded ops or by a second forward, has ever differed from forward's
+        tensor.
+        """
         return self._is_distrusted or any(program.recipes.has_failed for program in self._all())
 
     def distrust(self) -> None:
-        """Note that a second run of the region has made other tensors than its forward. The region then keeps everything."""
+        """Note that a second run of the region's forward has made other tensors than the first. The region (a module that the
+        plan decides about) then keeps everything.
+        """
         self._is_distrusted = True
 
     def is_watched(self, scalars: Callable[[], tuple[Any, ...]]) -> bool:
-        """Return whether the call that begins now shall be recorded.
+        """Return whether the call of the region (a module that the plan decides about) that begins now shall be recorded.
 
-        This is so if a recent call of the model made an unknown stream of torch calls, or if a scalar attribute of the region's
-        modules has changed. ``scalars`` returns these attributes.
+        This is so if a recent call of the model made an unknown sequence of torch calls, or if a scalar attribute of the
+        region's modules has changed. ``scalars`` returns these attributes.
         """
         if self._heard != self._alarm.count:
             self._heard = self._alarm.count
@@ -129,7 +148,9 @@ class Service:
         return self._watch > 0 or (self._idle_changes < MAX_IDLE_CHANGES and scalars() != self._scalars)
 
     def find(self, stream: Stream) -> Program | None:
-        """Return the program for the stream of a recorded call, or ``None`` if the stream is not known."""
+        """Return the program (it drops and rebuilds a call's tensors) for this sequence of torch calls (``stream``), or
+        ``None`` if the sequence is not known.
+        """
         known = self._programs.get(stream)
         if known is not None:
             return known
@@ -140,7 +161,9 @@ class Service:
         return None
 
     def learn(self, stream: Stream, program: Program) -> None:
-        """Store the program of a recorded call under the call's stream."""
+        """Store the program (it drops and rebuilds a call's tensors) that was made from a recorded call. Later calls that make
+        the same torch calls use it.
+        """
         if self.find(stream) is program:
             if self._programs.pop(stream, None) is not None:
                 self._programs[stream] = program
@@ -152,8 +175,8 @@ class Service:
         self._grow_tree()
 
     def open(self, pattern: Stream, program: OpenProgram) -> None:
-        """Add a program for all calls whose torch calls match ``pattern``, a stream whose changing numbers are left open, and
-        stop watching calls.
+        """Add a program (it drops and rebuilds a call's tensors) for all calls whose torch calls match ``pattern``, a sequence
+        with placeholders for changing numbers. Stop recording calls.
         """
         self._programs = {
             stream: known for stream, known in self._programs.items() if numbers_in(stream, pattern) is None
@@ -164,16 +187,18 @@ class Service:
 
     @property
     def is_open(self) -> bool:
-        """Whether any program of this service has open numbers (numbers that change from call to call)."""
+        """Whether any program (it drops and rebuilds tensors) handles calls that differ in numbers (see `OpenProgram`)."""
         return bool(self._open)
 
     def close(self) -> None:
-        """Discard the programs that have open numbers."""
+        """Discard the programs (they drop and rebuild tensors) for calls that differ in numbers (see `OpenProgram`)."""
         self._open.clear()
         self._grow_tree()
 
     def knows(self, pattern: Stream) -> bool:
-        """Return whether `open` has added a program for this pattern, a stream whose changing numbers are left open."""
+        """Return whether `open` has added a program (it drops and rebuilds a call's tensors) for this pattern, a sequence of
+        torch calls with placeholders for changing numbers.
+        """
         return pattern in self._open
 
     def _grow_tree(self) -> None:
@@ -192,15 +217,16 @@ class Service:
         self.needs_inputs = any(each.plan.needs_inputs for each in programs)
 
     def follow(self, other: Service) -> None:
-        """Take over from another service of the same region how many of the next calls are to be recorded. ``other`` is the
-        service that was called last.
+        """Take over the number of calls that are still to be recorded from ``other``, the service of the same region (a module
+        that the plan decides about) that was called last.
         """
         self._watch, self._heard = other._watch, other._heard
         self._scalars, self._idle_changes = other._scalars, other._idle_changes
 
     def watched(self, scalars: tuple[Any, ...], *, is_new: bool) -> None:
-        """Note that a watched call has been recorded, which leaves one call less to watch. ``is_new`` says whether the call's
-        stream was unknown before; then more calls are watched.
+        """Note that a call has been recorded as intended, so that one call less is left to record.
+
+        ``is_new`` says whether its sequence of torch calls was unknown; then more calls are recorded.
         """
         has_changed = self._scalars is not None and scalars != self._scalars
         self._scalars = scalars
@@ -208,10 +234,10 @@ class Service:
         self._watch = max(self._watch - 1, self.watch_length if is_new else 0)
 
     def read_values(self, stream: Stream) -> None:
-        """Note that a recorded call has read values of tensors. Watch the next call too, if it may have another stream.
+        """Note that a recorded call has read values of tensors. Record the next call too, if it may make other torch calls.
 
-        A size or an index that comes from data is different in nearly every call, until it is an open number. Other values have
-        an effect only if Python code passes them to torch, which three recordings show.
+        A size or an index that comes from data is different in nearly every call, until a program accepts any number in its
+        place. Other values have an effect only if Python code passes them to torch, which three recordings show.
         """
         self.reads_values = True
         self.recordings += 1
@@ -220,19 +246,21 @@ class Service:
             self._watch = max(self._watch, 1)
 
     def rerun(self) -> None:
-        """Note that backward will run a call again, because its stream is unknown. The second run is recorded.
+        """Note that backward will run the forward of a call again, because its torch calls are unknown. The second run is
+        recorded.
 
-        That ends after ``MOST_WATCH`` recordings: recording costs more than a second run, and a region whose calls still differ
-        then rarely does the same twice.
+        Recording ends after ``MOST_WATCH`` recordings: recording costs more than a second run, and a region (a module that the
+        plan decides about) whose calls still differ then rarely does the same twice.
         """
         self.reruns += 1
         self.may_learn = self.may_learn and self.recordings < MOST_WATCH
 
     def resume(self, other: Service) -> None:
-        """Take over what the service of the region's last call knows about values that are read.
+        """Take over from the service of the last call of the region (a module that the plan decides about) what is known about
+        reading values of tensors.
 
-        Regions whose inputs have other sizes in each call need a service for each of them. After some recordings, a new one
-        does not record its first call: that call runs again in backward, where it is recorded if it may run again.
+        Regions whose inputs have other sizes in each call need a service for each size. After some recordings, a new one does
+        not record its first call: that call runs again in backward, where it is recorded if it may run again.
         """
         if other.reads_values:
             self.reads_values, self.recordings, self.obstacle = True, other.recordings, other.obstacle
@@ -241,11 +269,11 @@ class Service:
                 self._watch, self._scalars, self._idle_changes = 0, other._scalars, other._idle_changes
 
     def misfit(self) -> None:
-        """Note a misfit: a call made a known stream but saved other tensors than the recorded call, because its shapes depend
-        on data.
+        """Note a call that made known torch calls but saved other tensors than the recorded call, because its shapes depend on
+        data.
 
-        Backward runs such a call again, and records it. If it cannot run again, the next calls are watched: after each further
-        misfit, four times as many.
+        Backward runs the forward of such a call again, and records it. If that is not possible, the next calls are recorded:
+        after each further such call, four times as many.
         """
         self._misfits += 1
         self.reads_values = True
@@ -253,10 +281,11 @@ class Service:
             self._watch = FIRST_WATCH * 4 ** (self._misfits - 1)
 
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the region's forward under the guard, and return its output.
+        """Call the region's forward under the guard, the mode that compares torch calls with recorded ones, and return its
+        output.
 
-        If the region calls operators that take functions, run them eagerly: such operators compile themselves when they are
-        called, and Dynamo cannot trace through the guard.
+        If the region (a module that the plan decides about) calls operators that take functions, run them eagerly: such
+        operators compile themselves when they are called, and Dynamo cannot trace through the guard.
         """
         if not self._is_self_compiling:
             return forward(*args, **kwargs)
@@ -264,7 +293,7 @@ class Service:
             return forward(*args, **kwargs)
 
     def give_up(self, reason: str) -> None:
-        """Stop serving these calls with recipes, and keep everything from now on. ``reason`` is shown to the user."""
+        """Stop recomputing for these calls, and keep everything from now on. ``reason`` is shown to the user."""
         self.engine, self.reason = Engine.KEEP, reason
         self._programs.clear()
         self._open.clear()
@@ -272,7 +301,7 @@ class Service:
 
     @property
     def watch_length(self) -> int:
-        """The number of calls to record after a call with an unknown stream. It grows with the number of such surprises so far,
-        and is 0 before the first.
+        """How many calls are recorded after a call with unknown torch calls. It grows with the number of such calls so far, and
+        is 0 before the first.
         """
         return int(FIRST_WATCH * 4 ** (self._alarm.count - 1)) if self._alarm.count else 0

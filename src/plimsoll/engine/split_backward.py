@@ -2,8 +2,8 @@
 half the gradients of weights.
 
 A zero-bubble pipeline runs both halves over the same graph. In both halves autograd unpacks everything that a node saved,
-whichever gradient the node computes, so a dropped slot (saved tensor) would be rebuilt twice. The first micro-batch shows which
-slots both halves read; from then on these slots are held from their first reading to their second.
+whichever gradient the node computes, so a dropped tensor would be rebuilt twice. The first micro-batch shows which dropped
+tensors both halves read. From then on these tensors are held from their first reading to their second.
 
 This is opt-in: after ``backward(retain_graph=True)`` it would hold tensors that the plan has dropped for as long as the graph
 lives.
@@ -21,22 +21,24 @@ from plimsoll.tracing.torch_internals import current_graph_task
 
 @dataclass(slots=True)
 class Between:
-    """State of one cell: the autograd graph task that read the cell first, and the tensor if it is held for a second task."""
+    """State of one dropped tensor in a split backward: the autograd graph task that read it first, and the tensor if it is held
+    for a second task.
+    """
 
     task: int
     tensor: torch.Tensor | None
 
 
 class ReadTwice(Protocol):
-    """A protocol with the attributes of a dropped cell that `Halves` uses."""
+    """A protocol with the attributes that `Halves` uses of a cell, the object in autograd that stands for a dropped tensor."""
 
     index: int
     between: Between | None
 
 
 class Halves:
-    """Remembers which dropped slots (saved tensors) of a region both halves of a split backward read. The cells hold the
-    tensors, not this object.
+    """Remembers which dropped tensors of a region (a module that the plan decides about) are read by both halves of a split
+    backward. The cells (the objects in autograd) hold the tensors, not this object.
 
     A half is one autograd graph task.
     """
@@ -47,7 +49,7 @@ class Halves:
         self.read_twice: set[int] = set()
 
     def take(self, cell: ReadTwice) -> torch.Tensor | None:
-        """Return the tensor that the first half left in the cell, or ``None``.
+        """Return the tensor that the first half of a split backward left in the cell (the object in autograd), or ``None``.
 
         The cell releases the tensor now, unless the first half itself reads it again.
         """
@@ -60,9 +62,10 @@ class Halves:
         return tensor
 
     def hold(self, cell: ReadTwice, value: torch.Tensor) -> None:
-        """Hold the tensor of a rebuilt slot in its cell, if the second half will read it.
+        """Hold a rebuilt tensor in its cell (the object in autograd), if the second half of the split backward will read it
+        too.
 
-        If this is the second half, remember the slot, so that later calls hold its tensor.
+        If this is the second half, remember that both halves read the tensor, so that later calls hold it.
         """
         between = cell.between
         task = current_graph_task()

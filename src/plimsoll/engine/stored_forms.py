@@ -1,4 +1,4 @@
-"""Pack saved values: hold each in another form. A form is either the payload of a codec, or a ticket for bytes that were sent
+"""Pack saved values: hold each in fewer bytes or elsewhere, as the payload of a codec or as a ticket for bytes that were sent
 over a link to host memory or disk.
 
 Whole storages are packed as flat tensors; slots (saved tensors) are views of what comes back. If a codec cannot represent a
@@ -34,7 +34,7 @@ class Source:
     """A saved tensor (for a DTensor, the local shard) that is about to be packed and is still held. `damage` checks that
     nothing has written to it since.
 
-    The unmanaged model would raise for such a write too, so written contents must not get into what is held or copied.
+    Without a plan, autograd would raise for such a write too, so modified contents must not be encoded or sent.
     """
 
     __slots__ = ("_outer", "_seen", "_version", "whole")
@@ -83,7 +83,7 @@ class Sent:
         self._damage: SavedTensorModified | None = None
 
     def settle(self) -> None:
-        """Wait until the copy over the link has finished, and release the original tensor.
+        """Wait until the copy over the link (to host memory or disk) has finished, and release the original tensor.
 
         Raises:
             OffloadFailed: the copy failed. The original tensor is still held.
@@ -92,11 +92,11 @@ class Sent:
         self._has_left()
 
     def prefetch(self) -> None:
-        """Begin to bring the tensor back from the other end of the link."""
+        """Begin to bring the tensor back from host memory or disk."""
         self._ticket.prefetch()
 
     def read(self) -> torch.Tensor:
-        """Return the tensor, brought back from the other end of the link.
+        """Return the tensor, brought back from host memory or disk.
 
         Raises:
             OffloadFailed: the tensor did not come back.
@@ -119,7 +119,9 @@ class Sent:
 
 
 class Refused:
-    """Holds a tensor unchanged, because a codec could not represent it. It has the same ``read`` as the other forms."""
+    """Holds a tensor unchanged, because a codec could not represent it. Like encoded and offloaded tensors, it is read with
+    ``read``.
+    """
 
     __slots__ = ("_source",)
 
@@ -139,7 +141,7 @@ class Refused:
 
 
 class Packer:
-    """Puts the values of one managed model into their forms: encodes them with codecs, or sends them over the link.
+    """Packs saved values of one managed model: encodes them with codecs, or sends them over the link (to host memory or disk).
 
     ``link_form`` is the name that the plan uses for the link, if that is not the link's own name.
     """
@@ -147,30 +149,29 @@ class Packer:
     def __init__(self, link: Link | None, link_form: str = "") -> None:
         self._link = link
         self.link_form = link_form or ("" if link is None else link.name)
-        """The name that plans use for the link, or an empty string without a link."""
+        """The name that plans use for the link (to host memory or disk), or an empty string without a link."""
 
     def use_link(self, link: Link, link_form: str) -> None:
-        """Send values over this link from now on. Called once, if this object was made without a link."""
+        """Send values over this link (to host memory or disk) from now on. It is called once, if this object was made without a
+        link.
+        """
         self._link, self.link_form = link, link_form
 
     def codec(self, form: str) -> Codec | None:
-        """Return the codec with this name, or ``None`` if ``form`` means offloading.
+        """Return the codec with this name, or ``None`` if ``form`` is the name of the link (``disk`` or ``host``).
 
-        A plan names how each tensor is held: by a codec, which compresses it, or at the other end of the link (``disk`` or
-        ``host``), where it is not compressed.
+        A plan gives each packed value such a name.
         """
         return None if self._link is not None and form == self.link_form else find_codec(form)
 
     def keeps_sign_only(self, form: str) -> bool:
-        """Return whether this form keeps only the signs of a value, so that recipes cannot compute with the values that come
-        back.
-        """
+        """Return whether only the signs of a value come back from this codec, so that nothing can be recomputed from it."""
         codec = self.codec(form)
         return codec is not None and codec.keeps_sign_only
 
     def pack(self, source: Source, form: str, *, seed: int, most_bytes: int | None) -> Readable:
         """Encode or send a saved tensor, and return the object to hold instead of it. ``form`` is the name of a codec or of the
-        link.
+        link (to host memory or disk).
 
         Raises:
             OffloadFailed: the link is full.
@@ -195,8 +196,8 @@ class Packer:
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """Data: how one value is packed. It has the value's form (a codec or link) and the slots (saved tensors) that are views of
-    the value.
+    """Data: how one value is packed: its codec or link (to host memory or disk), and the saved tensors (numbers in the order of
+    saving) that are views of the value.
 
     ``most_bytes`` is the limit for the size of the payload, or ``None`` if the size is known or no limit was planned.
     """
@@ -208,7 +209,7 @@ class Packing:
 
 
 class RegionPacker:
-    """Packs the values of one region under its plan.
+    """Packs values that one region (a module that the plan decides about) saved: encodes or offloads them as its plan says.
 
     ``shares`` maps the name of a packed value to the planned payload size, as a share of the value's bytes.
     """
@@ -224,7 +225,8 @@ class RegionPacker:
         """
 
     def pack(self, call: OpenCall, number: int) -> dict[int, Readable]:
-        """Encode or send the packed values of the region's ``number``-th call, and free each value at once.
+        """Encode or send values that call number ``number`` of the region (a module that the plan decides about) saved, and
+        free the original of each at once.
 
         Return a mapping from value id to the object that is held instead.
         """
@@ -292,7 +294,7 @@ def whole_storage(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def check_reader_of_sign(names: Mapping[int, str], slot: int) -> None:
-    """Raise ``ReplayMismatch`` if a value is held as signs only and an autograd node reads more of it than the sign."""
+    """Raise ``ReplayMismatch`` if only the signs of a value are held and an autograd node reads more of it than the sign."""
     node = current_autograd_node()
     if slot in names and (node is None or node.name() not in READS_SIGN_ONLY):
         reader = "unknown code" if node is None else node.name()
@@ -305,7 +307,7 @@ def check_reader_of_sign(names: Mapping[int, str], slot: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Taking:
-    """Data: a saved value of a compiled block that takes another form (a codec or link).
+    """Data: one saved value of a compiled block that is compressed or offloaded.
 
     ``share`` is the planned size of its payload as a share of its bytes, or ``None`` if unknown.
     """
@@ -323,8 +325,8 @@ class Taking:
 class SavingHook:
     """The pack hook (see ``saved_tensors_hooks``) for one call of a compiled block.
 
-    The first saved tensors are put into other forms (codecs or a link), in the order of ``taking``. The tensors that are saved
-    after them are kept.
+    It compresses or offloads the first saved tensors, in the order of ``taking``, and keeps the tensors that are saved after
+    them.
     """
 
     def __init__(self, taking: Sequence[Taking], packer: Packer, seed: str) -> None:
@@ -344,7 +346,7 @@ class SavingHook:
 
 
 class PackedTensor:
-    """One tensor that a compiled block saved: the object that holds the tensor in another form (codec or link), and its size,
+    """One tensor that a compiled block saved and that is compressed or offloaded: the object that holds it, and its size,
     strides and offset.
     """
 

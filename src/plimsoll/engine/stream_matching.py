@@ -1,13 +1,13 @@
-"""Compile a recorded stream of torch calls into Python functions that recognise the same calls later.
+"""Compile a recorded sequence of torch calls (a stream) into Python functions that recognise the same calls later.
 
-A region's guard compares every torch call, so each small op has to wait for the comparison. Walking the description of a call
-took about 6 µs; straight-line code for one particular call takes about 1 µs. The source depends only on the structure of the
-stream, and its constants are bound by name. So blocks with equal structure share one compilation. The same block at another
-batch size shares it too.
+Every torch call of a region (a module that the plan decides about) is compared with the recorded one, so each small op has to
+wait for the comparison. Walking the description of a call took about 6 µs; straight-line code for one particular call takes
+about 1 µs. The source depends only on the structure of the stream, and its constants are bound by name. So blocks with equal
+structure share one compilation. The same block at another batch size shares it too.
 
 Call a function as ``matches(args, kwargs, result, known)`` after the torch call has returned. If it returns True, it has
-appended the tensors that the call made, or showed for the first time, to ``known``. If the stream leaves a number open, the
-call's number is then in ``known.numbers``.
+appended the tensors that the call made, or showed for the first time, to ``known``. If the stream has a placeholder for a
+number, the call's number is then in ``known.numbers``.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _BY_EQUALITY = (int, str, bytes, torch.device)
 Subclasses do not count: ``1 == True == 1.0``.
 """
 _SINGLETONS = (bool, type(None), type(Ellipsis), torch.dtype, torch.layout)
-"""Types that have exactly one object for each value, so that values are compared with ``is``."""
+"""Types that have exactly one object for each value, so that values can be compared with ``is``."""
 
 
 def compile_stream(stream: Stream) -> tuple[Matches, ...]:
@@ -76,21 +76,20 @@ def _compiled(source: str) -> CodeType:
 
 
 class _Writer:
-    """Writes the Python source of the functions that recognise the calls of one stream. Nothing from the user reaches the
-    source.
+    """Writes the Python source of functions that recognise recorded torch calls. Nothing from the user reaches the source.
 
-    Values of the user are bound as constants.
+    The user's values (arguments of calls) are bound to names as constants.
     """
 
     def __init__(self) -> None:
         self.lines: list[str] = []
         self.constants: dict[str, Any] = {}
         self._given: set[int] = set()
-        """Indices of the open numbers (numbers that change from call to call) that an earlier call or an earlier argument
-        contains.
+        """Indices of the placeholders (for numbers that change from call to call) that have already occurred in an earlier call
+        or an earlier argument.
         """
         self._is_open = False
-        """Whether the torch call that is being written has an open number among its arguments."""
+        """Whether the torch call that is being written has a placeholder for a changing number among its arguments."""
         self._locals = 0
         self._undo = ""
         """Source code that removes what the function has appended to ``known``.
@@ -129,7 +128,9 @@ class _Writer:
         self._emit("return True")
 
     def _check_result(self, made: int | tuple[Any, ...]) -> None:
-        """Write code that compares the result of the torch call, and appends references to its tensors to ``known``."""
+        """Write source code that compares the result of the torch call with the recorded result, and appends references to its
+        tensors to ``known``.
+        """
         if made == 0:
             self._fail_if("result is not None")
         elif made == 1:  # nearly every call
@@ -146,7 +147,7 @@ class _Writer:
             self._emit("known.extend([ref(tensor) for tensor in made])")
 
     def _unpack(self, expression: str, expected: tuple[Any, ...]) -> None:
-        """Write code that gives names to the items of a container of known length, and checks each item."""
+        """Write source code that gives names to the items of a container of known length, and checks each item."""
         if not expected:
             return
         names = [self._local() for _ in expected]
@@ -189,7 +190,8 @@ class _Writer:
         self._fail_if(f"type({name}) is not {self._constant(kind)} or not ({is_same})")
 
     def _check_open(self, name: str, kind: type, number: Unknown) -> None:
-        """Write code that checks a number which the stream leaves open, because it changes from call to call.
+        """Write source code that checks a number for which the recording has a placeholder, because it changes from call to
+        call.
 
         At its first occurrence in the stream, the code accepts and stores the number. At later occurrences, the number must be
         equal.

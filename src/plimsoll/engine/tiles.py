@@ -7,8 +7,8 @@ So a tiled call recomputes, like checkpointing, but its memory in backward is th
 Tiles are other matrix shapes, and the gradients of the weights are sums in another order. So results equal the whole call's
 results up to rounding, not bit for bit. If parameters are narrower than 32 bits, their gradients are added up in float32.
 
-A tiled call is an ordinary part of the step: a region that contains one is recorded, recomputed, compressed and offloaded as
-any other region.
+A tiled call is an ordinary part of the step: a region (a module that the plan decides about) that contains one is recorded,
+recomputed, compressed and offloaded as any other region.
 
 Source: tiled MLPs of ALST (Bekman et al. 2025, arXiv:2506.13996) and of Liger-Kernel, which take the module and the number of
 tiles from the user.
@@ -63,7 +63,9 @@ class TiledForward(ReplacedForward):
         return self._original(*args, **kwargs) if call is None else call.run()
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call | None:
-        """Return the call with its tensors, or ``None`` if these arguments do not have the planned rows."""
+        """Return the tiled call with its tensors, or ``None`` if these arguments do not have the number of rows that the plan
+        expects.
+        """
         leaves, spec = tree_flatten((args, kwargs))
         given: dict[str, Any] = {**{str(at): value for at, value in enumerate(args)}, **kwargs}
         rowed = {id(given.get(place)): dim for place, dim in self._tile.inputs.items()}
@@ -78,7 +80,9 @@ class TiledForward(ReplacedForward):
 
 
 class _Bare(nn.Module):
-    """A module whose forward is the tiled module's own forward, without hooks. It lets ``functional_call`` replace weights."""
+    """A module whose forward is the tiled module's own forward, without hooks. It is used because ``functional_call``, which
+    replaces weights, needs a module.
+    """
 
     def __init__(self, module: nn.Module, original: Any) -> None:
         super().__init__()
@@ -127,7 +131,7 @@ class _Call:
         return outputs if self.is_tuple or not isinstance(outputs, tuple) else outputs[0]
 
     def part(self, tensors: Sequence[torch.Tensor], start: int, count: int) -> list[torch.Tensor]:
-        """Return the tensors of one tile: views of the rows ``start`` to ``start + count``, and whole tensors without rows."""
+        """Return the tensors for one tile: views of rows ``start`` to ``start + count``, and tensors without rows unchanged."""
         rowed = zip(tensors, self.dims, strict=False)
         parts = [tensor if dim is None else tensor.narrow(dim, start, count) for tensor, dim in rowed]
         return [*parts, *tensors[len(self.dims) :]]
@@ -153,8 +157,8 @@ class _Call:
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
-        """Return a context manager for backward. Inside, training flags are those of forward. Random states are restored at its
-        end.
+        """Return a context manager for a second forward in backward. Inside it, training flags are those of forward. At its
+        end, random states are restored.
         """
         now = [generator.get_state() for generator in self._generators]
         flags = [(module, module.training) for module, _ in self._training]
@@ -169,7 +173,7 @@ class _Call:
                 generator.set_state(state)
 
     def put_state_back(self, tile: int) -> None:
-        """Let the generators start from the states that the tile of this number started from in forward."""
+        """Set the random generators to the states from which tile number ``tile`` started in forward."""
         if self._generators:
             for generator, state in zip(self._generators, self.states[tile], strict=True):
                 generator.set_state(state.get_state())
@@ -181,7 +185,7 @@ class _Call:
 
 
 class _Tiled(torch.autograd.Function):
-    """Runs a call in tiles. Its arguments are the call, and all tensors that the call reads."""
+    """The autograd function that runs a call in tiles. Its arguments are the call, and all tensors that the call reads."""
 
     @staticmethod
     def forward(ctx: Any, call: _Call, *tensors: torch.Tensor) -> Any:
@@ -265,7 +269,9 @@ def _backward(parts: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
 
 
 class _Sums:
-    """Adds the gradients of all tiles up: rows are written to their place, gradients of whole tensors are added."""
+    """Adds up the gradients of all tiles. Gradients of rows are written to their place, and gradients of whole tensors are
+    summed.
+    """
 
     def __init__(self, tensors: Sequence[torch.Tensor], dims: Sequence[int | None], needed: Sequence[bool]) -> None:
         self._dims = [*dims, *[None] * (len(tensors) - len(dims))]
@@ -284,7 +290,9 @@ class _Sums:
                     leaf.register_post_accumulate_grad_hook(self._widener(at))
 
     def leaves(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the tensors of one tile as leaves of its graph. Whole tensors are the same leaves in all tiles."""
+        """Return the tensors of one tile as leaves of a new autograd graph. Tensors without rows are the same leaves in all
+        tiles.
+        """
         wanted = zip(parts, self._needed, strict=True)
         return [
             self._leaves[at] if at in self._leaves else part.detach().requires_grad_(is_needed)
@@ -292,7 +300,7 @@ class _Sums:
         ]
 
     def take(self, leaves: Sequence[torch.Tensor], start: int, count: int) -> None:
-        """Write the gradients of a tile's rows to their place."""
+        """Store the gradients of one tile's rows at their place in the whole gradients."""
         for leaf, rows, dim in zip(leaves, self._rows, self._dims, strict=True):
             if rows is not None and dim is not None:
                 place = rows.narrow(dim, start, count)

@@ -28,10 +28,11 @@ TensorRef = Callable[[], torch.Tensor | None]
 
 
 class References(list[TensorRef]):
-    """A list of weak references to the tensors that a call has met so far. The index is the tensor's number in the recorded
-    stream.
+    """A list of weak references to the tensors that a call has met so far. A tensor's index is its number in recorded torch
+    calls.
 
-    ``numbers`` maps the index of an open number (one that changes from call to call) to the number that the call was given.
+    ``numbers`` maps the index of a placeholder in the recording (for a number that changes from call to call) to the number
+    that this call passes to torch.
     """
 
     __slots__ = ("numbers",)
@@ -42,22 +43,23 @@ class References(list[TensorRef]):
 
 
 _MADE_FROM_DATA = frozenset({torch.tensor, torch.as_tensor, torch.asarray, torch.from_numpy, torch.frombuffer})
-"""Functions whose first argument is data.
+"""Functions that make a tensor from data of the host, which is their first argument.
 
 The tensor that they make counts as a tensor from outside: its contents may differ.
 """
 _TORCH = f"{Path(torch.__file__).parent}{os.sep}"
-"""The prefix that the names of torch's own files have."""
+"""The path prefix of torch's own source files."""
 _PLAIN = frozenset({torch.Tensor, nn.Parameter})
 _BY_VALUE = frozenset({bool, int, str, bytes, type(None), type(Ellipsis), torch.dtype, torch.device})
 
 
 @dataclass(frozen=True, slots=True)
 class Unknown:
-    """Takes the place of a number in a recording that changes from call to call. Later the number follows from the call's input
-    sizes or from its arguments.
+    """A placeholder for a number in a recording that changes from call to call. In a later call, the number follows from the
+    call's input sizes or arguments.
 
-    ``index`` is the position among these numbers. ``is_positive`` says whether all recorded values of this number are positive.
+    ``index`` is its position among all placeholders of the recording. ``is_positive`` says whether all recorded values of this
+    number are positive.
     """
 
     index: int
@@ -88,10 +90,10 @@ class Several:
 
 @dataclass(frozen=True, slots=True)
 class Outsider:
-    """Data: an argument of a torch call that is a tensor from outside of the region. It is neither a parameter nor an input,
-    and no earlier call of the region made or used it.
+    """Data: an argument of a torch call that is a tensor from outside of the region (a module that the plan decides about). It
+    is neither a parameter nor an input, and no earlier call of the region made or used it.
 
-    ``looks`` has the properties that recipes rely on.
+    ``looks`` has the properties (shape, dtype and the like) that a later tensor in this place must have.
     """
 
     looks: tuple[Any, ...]
@@ -125,7 +127,7 @@ _BUILTINS = tuple(dict(vars(space)) for space in FUNCTION_SPACES)
 
 
 def unreplaced(func: Any) -> Any:
-    """Return torch's own function if the user replaced it by ``func`` (a patched ``torch.Tensor.tanh``), else ``func``.
+    """Return torch's own function if ``func`` is the user's replacement of it (a patched ``torch.Tensor.tanh``), else ``func``.
 
     Under a function mode, torch looks up the called function by its name and finds the replacement. The replacement is running
     already, and would run a second time.
@@ -157,7 +159,7 @@ def is_made_from_data(func: Any) -> bool:
 
 
 def comparable(value: Any) -> Any:
-    """Return an object to compare with ``==`` in place of a value of the host. Two such objects of one type are equal if and
+    """Return a stand-in for a value of the host that can be compared with ``==``. Two stand-ins of one type are equal if and
     only if the values count as the same.
     """
     kind = type(value)
@@ -186,7 +188,9 @@ class _Same:
 
 
 def number_in(tensor: torch.Tensor | None) -> Any:
-    """Return the number in a tensor with one element, or ``None`` if the tensor does not exist any more."""
+    """Return the number in a tensor with one element, or ``None`` if the tensor no longer exists. ``ref`` is a weak reference
+    to it.
+    """
     if tensor is None:
         return None
     with without_torch_function():
@@ -208,15 +212,18 @@ def _geometry(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...], i
 
 
 def described_geometry(tensor: torch.Tensor) -> Several:
-    """Return the geometry of a tensor in the form of an argument of a torch call. Its numbers can be made `Unknown`."""
+    """Return the sizes, strides and offset of a tensor in the form in which arguments of torch calls are recorded.
+
+    Numbers in it that change from call to call can become placeholders.
+    """
     sizes, strides, offset = geometry(tensor)
     parts = [Several(tuple, tuple([Constant(int, number) for number in numbers])) for numbers in (sizes, strides)]
     return Several(tuple, (*parts, Constant(int, offset)))
 
 
 def looks(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Return what must agree with the recorded tensor if a tensor's contents may differ: type, shape, strides, dtype, device,
-    requires_grad.
+    """Return the properties in which a tensor must agree with the recorded one, although its contents may differ: type, shape,
+    strides, dtype, device, requires_grad.
     """
     if type(tensor) not in _PLAIN:  # reading a tensor of the user's type calls the user's code
         with without_torch_function():

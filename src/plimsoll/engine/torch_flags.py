@@ -1,8 +1,9 @@
-"""Torch's flags that decide what an operation computes. The flags are part of a call's signature, and recipes run under them.
+"""Torch's global flags that decide what an op computes, such as those of mkldnn. Recomputation runs under the flags of its
+forward.
 
-A user may set them around forward only (``torch.backends.mkldnn.flags(enabled=False)``), while backward runs without them. So
-recipes run under the flags of their forward. The choice of the attention kernel need not be stored, because recipes name the
-kernel.
+A user may set them around forward only (``torch.backends.mkldnn.flags(enabled=False)``), while backward runs without them. The
+flags are also compared before a recording is used for a call. The choice of the attention kernel need not be stored, because
+the recorded op names the kernel.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ _ON_CUDA = (
 
 
 def flags_for(device_type: str) -> Flags:
-    """Return the current values of the flags, as a tuple. On CUDA there are more flags than on other devices."""
+    """Return the current values of torch's flags that decide what an op computes, as a tuple. On CUDA there are more flags than
+    on other devices.
+    """
     if device_type == "cuda":
         return tuple([read() for read, _ in (*_ANYWHERE, *_ON_CUDA)])
     return tuple([read() for read, _ in _ANYWHERE])
@@ -46,7 +49,7 @@ def flags_for(device_type: str) -> Flags:
 
 @contextlib.contextmanager
 def in_force(flags: Flags, device_type: str) -> Iterator[None]:
-    """Return a context manager that sets these flags inside the block, and restores the old flags afterwards."""
+    """Return a context manager that sets these torch flags inside its block, and restores the old flags afterwards."""
     before = flags_for(device_type)
     kinds = (*_ANYWHERE, *_ON_CUDA)[: len(flags)]
     changed = [(write, old, new) for (_, write), old, new in zip(kinds, before, flags, strict=True) if old != new]

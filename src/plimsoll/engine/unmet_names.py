@@ -1,11 +1,11 @@
 """Warn once if a plan names values that the model's calls do not make. The values that the plan meant to drop are then kept.
 
 A plan decides by name. Another device, another version of torch, or changed model code runs other ops, and their values have
-other names. The engine keeps what the plan does not name. Gradients are right, but the budget may not hold.
+other names. Values that the plan does not name are kept. Gradients are right, but the budget may not hold.
 
-A missing name alone is harmless: a call that skips a branch makes fewer values and keeps nothing for it. So both sides count:
-the bytes that the plan would have dropped under missing names, and the bytes that the call saves under names that the plan does
-not have. The warning needs both to be more than a twentieth of the bytes that the call saves.
+A missing name alone is harmless: a call that skips a branch makes fewer values. So two sizes are compared: the bytes that the
+plan would have dropped under missing names, and the bytes that the call saves under names that the plan does not have. The
+warning needs both to be more than a twentieth of the bytes that the call saves.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ Smaller shares occur without a cause: autocast casts a weight once per step, so 
 
 @dataclass(frozen=True, slots=True)
 class _Unmet:
-    """Data about one region call: how many of the plan's names the call did not make (``names``), the name of the largest of
-    them, and the bytes that the call keeps under names that the plan does not have.
+    """Data about one call of a region (a module that the plan decides about): how many names of the plan the call did not make
+    (``names``), the name of the largest, and the bytes that the call keeps because the plan does not have their names.
 
     ``kept_name`` is the name of the largest value that is kept under another name.
     """
@@ -68,7 +68,7 @@ class UnmetNames:
             self._found[plan.name, plan.call] = _Unmet(plan.name, len(missing), largest, kept_bytes, kept)
 
     def say(self, plan: Plan) -> None:
-        """Warn once about the names that were noted. This is called after each forward of the model."""
+        """Warn once about names of the plan that the model's calls did not make. Called after each forward of the model."""
         if not self._found:
             return
         first = next(iter(self._found.values()))

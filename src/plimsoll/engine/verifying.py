@@ -1,5 +1,5 @@
-"""Verify each op in a region's first call: run it twice and compare. If the second run does not give the same bits, the reason
-is noted.
+"""Verify each op in the recorded call of a region (a module that the plan decides about): run it twice and compare. If the
+second run does not give the same bits, the reason is stored.
 
 Each op runs twice, and the results are compared bit for bit. For torch's own ops on a CPU, two large results are not held at
 the same time: the first is reduced to two checksums and freed, and the second is returned. So recording needs no more memory
@@ -42,16 +42,17 @@ _POISON = 0xA5
 _PARTLY_UNSET = frozenset({"_ctc_loss"})
 """Names of ops that leave a part of a floating-point result unset (where targets are short), which may agree by accident."""
 _PROBABILITIES = ("p", "dropout_p")
-"""Names that the dropout probability has in the schemas of aten's ops."""
+"""Names that the argument for the dropout probability has in the schemas of aten's ops."""
 _LARGE_BYTES = 1 << 14
-"""The least size in bytes of large outputs. On a CPU, large outputs are reduced to checksums while the op runs again.
+"""The size in bytes from which outputs count as large. On a CPU, large outputs are reduced to checksums while the op runs
+again.
 
 The reason: two of them at the same time could be the peak of memory.
 """
 
 
 class VerifyingRecorder(OpRecorder):
-    """Records the ops of a region and verifies them.
+    """Records the ops of a region (a module that the plan decides about), and verifies that each can be repeated.
 
     An op in its log without an ``obstacle`` has been shown to be repeatable.
     """
@@ -70,8 +71,8 @@ class VerifyingRecorder(OpRecorder):
         self.note_size: Callable[[], None] = lambda: None
         """Called before an op whose results have sizes that depend on the contents of its arguments."""
         self.is_flagged: Callable[[], bool] = lambda: False
-        """A function that returns whether torch's flags differ from those at the region's start. Replay restores the flags of
-        the start.
+        """A function that returns whether torch's flags differ from those at the start of the region (a module that the plan
+        decides about). Backward restores the flags of the start when it runs ops again.
         """
         self.is_rewritten = may_change_numbers()
         """Whether modes of the user are active that may change ops.
@@ -84,13 +85,15 @@ class VerifyingRecorder(OpRecorder):
         self._shadows: dict[int, torch.Tensor] = {}
         self._undefined: set[int] = set()
         self._lost: dict[int, str] = {}
-        """Storages into which an op has written in place that may not run again, each with the reason. What writes to them
-        next is not compared: a copy for that would make the recording call larger than later calls."""
+        """Storages to which an op that may not run again has written in place; the value is the reason. Later ops that write to
+        such a storage are not verified: that would need a copy of it, and the recorded call would take more memory than later
+        calls.
+        """
         self._outside: set[int] = set()
         self._unset_outputs: tuple[int, ...] = ()
 
     def mark_outside(self) -> None:
-        """Mark all storages that are known so far as memory from before the region."""
+        """Mark all storages that are known so far as memory from before the region (a module that the plan decides about)."""
         self._outside = set(range(len(self.table)))
 
     def __torch_dispatch__(
@@ -165,22 +168,22 @@ class VerifyingRecorder(OpRecorder):
         return out
 
     def _is_large(self, out: Any, prints: dict[int, tuple[torch.Tensor, int]]) -> bool:
-        """Return whether to free an op's first result before the second run. True if the result is large, on the CPU, and all
-        in new memory.
+        """Return whether to free an op's first result before the op runs a second time. True if the result is large, on the
+        CPU, and entirely in new memory.
         """
         made = flat_tensors(out)
         is_new = all(is_plain(tensor) and tensor.is_cpu and self.table.find(tensor) not in prints for tensor in made)
         return is_new and sum(size for size, _ in memory_of(made)) >= _LARGE_BYTES
 
     def _again(self, op: RecordedOp, args: tuple[Any, ...], kwargs: dict[str, Any], state: torch.Tensor | None) -> Any:
-        """Run an op once more in the same way as recipes run it, and return its result."""
+        """Run an op a second time, in the same way as recomputation in backward would, and return its result."""
         if state is not None:
             self.points.restore(_device(args, kwargs), state)
         with torch.no_grad(), below_autograd(), without_modes() if self.is_rewritten else contextlib.nullcontext():
             return op.func(*args, **kwargs)
 
     def notice(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Compare the contents of tensors that are about to be read with their contents after the last op.
+        """Check that tensors which are about to be read still have the contents that they had after the last op.
 
         A difference means that they were written in a way that PyTorch does not see.
         """
@@ -192,9 +195,10 @@ class VerifyingRecorder(OpRecorder):
                 self.has_hidden_writes = True
 
     def _let_go(self, storage: int) -> None:
-        """Mark the ops that read this storage as not repeatable, because a recipe may not find the storage.
+        """Mark the ops that read this storage as not repeatable, because its memory may be gone when backward runs them again.
 
-        It belongs to a parameter that was gathered inside the region and freed again (FSDP2).
+        It belongs to a parameter that was gathered inside the region (a module that the plan decides about) and freed again
+        (FSDP2).
         """
         for op in self.ops:
             if any(self.values[read].storage == storage for read in op.reads):
@@ -223,7 +227,9 @@ class VerifyingRecorder(OpRecorder):
                 self.not_rebuildable[value] = "part of it was never written"
 
     def _remember(self, op: RecordedOp, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        """Store fingerprints of the memory that an op made or wrote. Memory from before the region is not watched."""
+        """Store fingerprints of the memory that an op made or wrote. Memory from before the region (a module that the plan
+        decides about) is not watched.
+        """
         written = {self.values[value].storage for value in op.writes} - self._outside
         for tensor in tree_leaves((out, args, kwargs)):
             if written and isinstance(tensor, torch.Tensor) and is_plain(tensor):
@@ -235,10 +241,7 @@ class VerifyingRecorder(OpRecorder):
                     self._contents.pop(storage, None)
 
     def _await(self, op: RecordedOp) -> None:
-        """Forget the contents of a collective's outputs, because they change until the collective has been waited for.
-
-        After the wait, all outputs are written.
-        """
+        """Forget the recorded contents of a collective's outputs, because they change until the collective has ended."""
         for value in op.writes:
             storage = self.values[value].storage
             self._contents.pop(storage, None)
@@ -272,7 +275,7 @@ class VerifyingRecorder(OpRecorder):
         return prints
 
     def _base(self, storage: int, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a copy of a storage that the second run of an in-place op writes to, so that both runs start from the same
+        """Return a copy of a storage for the second run of an in-place op to write to, so that both runs start from the same
         contents.
 
         If nothing was written to the storage yet, the copy is filled with a known byte (poison).
@@ -329,8 +332,8 @@ class VerifyingRecorder(OpRecorder):
         self._compare_writes(op, args, kwargs, bases)
 
     def _compare_outputs(self, op: RecordedOp, out: Any, again: Any, bases: dict[int, torch.Tensor]) -> None:
-        """Compare the outputs of both runs of an op. Note outputs that the op leaves unset. Any other difference is an
-        obstacle.
+        """Compare the outputs of both runs of an op. Record outputs that the op leaves unset. Any other difference means that
+        the op cannot be repeated.
         """
         firsts, seconds = flat_tensors(out), flat_tensors(again)
         if len(firsts) != len(seconds):
@@ -375,13 +378,13 @@ def unset_outputs(pairs: Mapping[int, tuple[torch.Tensor, torch.Tensor]]) -> tup
 
 
 def memory_of(made: Iterable[torch.Tensor]) -> list[tuple[int, torch.device]]:
-    """Return pairs of bytes and device, one for the storage of each tensor."""
+    """Return the size in bytes and the device of each tensor's storage, as pairs."""
     return [(tensor.untyped_storage().nbytes(), tensor.device) for tensor in made]
 
 
 def _marks(out: Any) -> list[tuple[Any, ...]]:
-    """Return, for each tensor of an op's result, its geometry and two checksums of different kinds. They identify the result
-    after it is freed.
+    """Return, for each tensor of an op's result, its geometry (sizes, strides, offset) and two checksums of different kinds.
+    They identify the result after it is freed.
     """
     return [(Geometry.of(t), storage_fingerprint(t), storage_crc(t)) for t in flat_tensors(out)]
 
@@ -390,16 +393,14 @@ def _byte(op: RecordedOp) -> int:
     """Return a byte (0 to 255) to fill memory with before an op runs again, so that old contents cannot agree with its results
     by accident.
 
-    Results that are first compared by checksum are compared once before that. For that comparison, the memory is filled with
-    the byte's complement.
+    Some results are compared twice. For the other comparison, the memory is filled with the complement of this byte.
     """
     return (37 * op.id + 11) % 256
 
 
 def soil(sizes: Iterable[tuple[int, torch.device]], byte: int) -> None:
-    """Allocate memory of these sizes (in bytes), fill it with ``byte``, and free it.
-
-    This makes it likely that the next run's outputs are in memory with these contents.
+    """Allocate memory of these sizes (in bytes), fill it with ``byte``, and free it. The next run of an op then probably gets
+    this memory, so old results in it cannot look like new ones.
     """
     soiled = [torch.full((size,), byte, dtype=torch.uint8, device=device) for size, device in sizes]
     del soiled

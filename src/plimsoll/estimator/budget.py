@@ -38,8 +38,8 @@ A process that runs forward and backward in one thread has one handle instead of
 """
 _ACTIVATION_ERROR = {False: 0.02, True: 0.05}
 _TEMPORARY_ERROR = {False: 0.03, True: 0.15}
-"""The relative errors of activations and of temporaries. The key says whether the trace only assumes the kernels of a GPU that
-is not here.
+"""The relative errors of activations and of temporaries. The key says whether the trace had to assume a GPU's kernels, because
+the GPU is not here.
 
 The masks, statistics and workspaces of such kernels differ between versions.
 """
@@ -68,7 +68,7 @@ _UNACCOUNTED = {
         "one FSDP job and two LoRA jobs held 7 to 12% more; a dropout that the estimate left out explains 3% of it",
     ),
 }
-"""What published runs hold in addition to the sum of all other items. The key says whether the job has a pipeline.
+"""What published runs hold in addition to the sum of all items that are estimated. The key says whether the job has a pipeline.
 
 Each entry has the share of that sum, the limit in bytes, the relative error and the source.
 """
@@ -83,7 +83,7 @@ _WAITING = "activations of other micro-batches"
 TENSOR_ITEMS = frozenset(
     {*_EXACT.values(), "optimizer state", "master weights", "activations", _WAITING, "temporaries", "communication"}
 )
-"""The names of the items that are tensors, and count toward a budget."""
+"""The names of those items of an estimate that are tensors, so that they count toward a budget."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,9 +100,9 @@ class RankMemory:
     waiting_error: float = 0.0
     allocator: AllocatorUse | None = None
     has_stand_ins: bool = False
-    """Whether the trace assumes the kernels of a device that is not here.
+    """Whether the trace had to assume which kernels the device runs, because the device is not here.
 
-    It is true for each device with a caching allocator.
+    This is so for each device with a caching allocator.
     """
 
 

@@ -154,8 +154,8 @@ def _search(
     progress: Progress,
     budget: int | str | None,
 ) -> tuple[EstimateJob, tuple[LayoutChoice, ...]]:
-    """Return the estimate's job, and the fastest layouts in order. The job is for the given layout, or for the fastest layout
-    of ``space``. Without a space the list of layouts is empty.
+    """Return the job that computes the estimate, and the fastest layouts in order. The job is for the given layout, or for the
+    fastest layout of ``space``. Without a space the list of layouts is empty.
 
     A target that is a function or a model brings its own batch, which does not change from layout to layout. If ``budget`` is
     the device's memory, the layout must fit it together with its error.
@@ -172,7 +172,8 @@ def _search(
 
 
 def _question(target: str | torch.nn.Module, setting: Setting, **sizes: Any) -> dict[str, Any] | None:
-    """Return the key of the cache: a mapping with everything that the estimate depends on, except the versions of libraries.
+    """Return the cache's key for an estimate: a mapping with everything that the estimate depends on, except the versions of
+    libraries.
 
     Return ``None`` for a model or a function, which could do anything.
     """
@@ -183,16 +184,16 @@ def _question(target: str | torch.nn.Module, setting: Setting, **sizes: Any) -> 
 
 
 def _kept(question: dict[str, Any] | None) -> Estimate | None:
-    """Return the estimate that the cache has for this question, or ``None``. Its ``trace_seconds`` are 0, since nothing was
-    traced now.
+    """Return the estimate that the cache has for this key, or ``None``. Its ``trace_seconds`` are 0, because nothing was traced
+    now.
     """
     kept = None if question is None else AnswerCache(Estimate).get(question)
     return None if kept is None else msgspec.structs.replace(kept, trace_seconds=0.0)
 
 
 def _keep(question: dict[str, Any] | None, found: Estimate) -> Estimate:
-    """Store the estimate in the cache under this question, and return the estimate. An estimate with a plan whose search timed
-    out is not stored.
+    """Store the estimate in the cache under this key, and return the estimate. An estimate with a plan whose search timed out
+    is not stored.
     """
     statuses = {plan.status for stage in found.stages for plan in stage.plans}
     if question is not None and Status.TIMED_OUT not in statuses:
@@ -221,7 +222,7 @@ def _job(
 
 
 _TAKEN = {"precision": Precision | None, "layout": Layout, "techniques": Techniques, "optimizer": str}
-"""For each option, the type that it may have instead of text. Options that are not listed may be ``None`` instead."""
+"""The type that an option of an estimate may have instead of text. Options that are not listed may be ``None`` instead."""
 
 
 def _check_words(**given: object) -> None:
@@ -268,10 +269,10 @@ def _traced(request: TraceRequest, layout: Layout, progress: Progress) -> Traced
 
 
 def _without_strategy(setting: Setting, framework: str, strategy: str | None) -> Setting:
-    """Return the setting for an estimate that chooses among the switches of ``framework``. Its ``strategy`` is left to that
-    choice.
+    """Return the options of an estimate that chooses among the memory-saving switches of a training framework, with
+    ``strategy`` left open.
 
-    Refuse ``strategy=``, because each setting of the switches is itself a strategy.
+    Raise an error if the user gave ``strategy=``, because each setting of the switches is itself a strategy.
     """
     check_framework(framework, setting.how)
     if strategy is not None:
@@ -306,7 +307,8 @@ def _given(
 
 
 def _with_sizes(request: TraceRequest, batch: Any, sequence: int | None, layout: Layout) -> TraceRequest:
-    """Return the request with its batch size and sequence length filled in, for a target that is given by name.
+    """Return the request with its batch size and sequence length filled in, for a target (a model with its batch) that is given
+    by name.
 
     The sequence is one rank's part of the whole sequence.
     """

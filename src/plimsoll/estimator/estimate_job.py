@@ -113,7 +113,7 @@ class EstimateJob:
         """Estimate the step under another strategy. Return the most bytes that the tensors of a rank take, the step's seconds,
         and the most bytes on the host.
 
-        ``sending`` says which values a framework's switches offload.
+        ``sending`` says which values are offloaded by the switches of a training framework.
         """
         ranks = self._decided(strategy, sending)
         return SwitchFigures(
@@ -133,7 +133,7 @@ class EstimateJob:
         return tightest.total_bytes, tightest.error_bytes
 
     def within(self, budget_bytes: int) -> EstimateJob:
-        """Return the same job under another budget. It shares the stages, which do not depend on the budget."""
+        """Return the same job with another budget. Both share the stages, which do not depend on the budget."""
         other = EstimateJob(replace(self.setting, budget_bytes=budget_bytes), self.traced, self.trace)
         other.__dict__["stages_of_ranks"] = self.stages_of_ranks
         return other
@@ -231,7 +231,7 @@ class EstimateJob:
         return ranks
 
     def _weighed(self, ranks: list[Rank]) -> Iterator[list[StageOfRank]]:
-        """Yield, for each rank, its stages with ``in_flight`` set: how many micro-batches of a stage wait for their backward at
+        """For each rank, yield its stages with ``in_flight`` set: how many micro-batches of a stage wait for their backward at
         one time.
 
         ``in_flight`` is the number of the stage's own micro-batches that hold as many bytes as the micro-batches of all the
@@ -276,7 +276,9 @@ class EstimateJob:
         return found
 
     def _after_seconds(self, rank: Rank) -> float:
-        """Return the seconds after the last micro-batch: the gradient reduction that compute cannot hide, and the optimizer."""
+        """Return the seconds after the last micro-batch: the part of the gradient reduction during which nothing is computed,
+        and the optimizer.
+        """
         return sum(stage.overlap.reduction_seconds + stage.overlap.optimizer_seconds for stage in rank.stages)
 
     def _stage(self, position: int, rank: Rank, timeline: PipelineTimeline) -> StageEstimate:
@@ -469,7 +471,7 @@ class EstimateJob:
 
 
 def _leaving_shards(setting: Setting) -> Setting | None:
-    """Return the same setting with parameter shards, their gradients and the optimizer on the host.
+    """Return the same setting, with parameter shards, their gradients and the optimizer moved to the host.
 
     Return ``None`` if that is impossible, or if the setting offloads something already.
     """

@@ -24,7 +24,7 @@ SHOWN = 3
 _RANKS = (8, 16, 32, 64, 128, 256, 512)
 """The numbers of ranks to shard over, from one node of most accelerators up."""
 _DIVISORS = (4, 16, 64, 256)
-"""How much smaller the micro-batch becomes if half of it does not fit."""
+"""The numbers by which the micro-batch is divided, if half of it does not fit."""
 _ADAPTER_RANK = 16
 Options = Mapping[str, str]
 """The options of ``plimsoll estimate`` by name: batch, layout, optimizer, strategy, budget and techniques, as typed."""
@@ -66,7 +66,7 @@ def find_fitting_changes(
 
 
 def _tried(change: _Change, options: Options, ask: Callable[[Options], Estimate]) -> list[tuple[_Change, Estimate]]:
-    """Return the change with its estimate if the changed job fits; otherwise an empty list."""
+    """Return a list with the change and its estimate if the changed job fits the device; otherwise an empty list."""
     try:
         estimate = ask({**options, **change.options})
     except PlimsollError:  # such as a device without links, or an optimizer that does not work with other options
@@ -103,7 +103,7 @@ def _described(change: _Change, estimate: Estimate) -> FittingChange:
 
 
 def _single(found: Estimate, options: Options) -> Iterator[_Change]:
-    """Yield the changes of one thing."""
+    """Yield the changes that change one thing about the job, such as recomputing."""
     is_planned = bool(options.get("budget"))
     if not is_planned and found.strategy != EVERYTHING:
         yield _Change("plan recomputation for the device's memory", {"budget": AUTO, "strategy": ""})
@@ -178,7 +178,9 @@ def _narrow(options: Options) -> Iterator[_Change]:
 
 
 def _smaller(found: Estimate, options: Options, divisor: int) -> Iterator[_Change]:
-    """Yield the job with a smaller micro-batch and more accumulation, if the target's batch can be chosen and divided."""
+    """Yield the job with a smaller micro-batch and more accumulation, if the batch size can be chosen for this target and
+    divided.
+    """
     batch, layout = found.facts.batch, found.layout
     if batch is None or batch % divisor or ":" in found.target or layout.pp > 1:
         return
@@ -188,7 +190,7 @@ def _smaller(found: Estimate, options: Options, divisor: int) -> Iterator[_Chang
 
 
 def _with_entries(options: Options, **entries: int) -> str:
-    """Return the layout with other values for some entries."""
+    """Return the text of a layout with other values for some of its entries, such as ``zero=3``."""
     merged = {**dict(layout_entries(options.get("layout", ""))), **{key: str(value) for key, value in entries.items()}}
     return ",".join(f"{key}={value}" if value else key for key, value in merged.items())
 

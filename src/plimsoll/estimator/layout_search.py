@@ -10,7 +10,7 @@ layout is the fastest. Each layout has a lower bound of its seconds with larger 
 of these bounds, until all bounds are above the fastest step.
 
 If the budget is the device's own memory, the result must fit the device together with its error. The fastest layout that does
-not is planned again for less, and stays in the list as the edge.
+not fit so is planned again for fewer bytes. The original stays in the list.
 
 Known weakness: schedules are 1F1B, and context parallelism is off, unless they are given. The comparison depends on links and
 rates that may be off by 30%: the first few layouts of the list are each worth a try.
@@ -37,7 +37,7 @@ _WORTH_TRYING = 0.99
 """A larger micro-batch is tried if its lower bound is below this share of the fastest step. Each try may take another trace."""
 _SHOWN = 8
 _MOST_CHECKS = 16
-"""The number of layouts, or of smaller budgets for the same layout, whose whole memory is compared with the device."""
+"""How many layouts, or smaller budgets for the same layout, are compared with the device's memory in full."""
 MakeJob = Callable[[Layout, int], EstimateJob]
 
 
@@ -46,7 +46,8 @@ class _Tried:
     """One layout that was tried, as data: its job, its peak and seconds, the lowest peak that any plan for it reaches
     (``floor_bytes``), and a lower bound of its seconds with larger micro-batches (``least_seconds``).
 
-    Peak and seconds are those with everything kept, until a plan is solved. ``kept_seconds`` stays.
+    Until a plan is solved, peak and seconds are those with everything kept. ``kept_seconds`` always is the time with everything
+    kept.
     """
 
     job: EstimateJob
@@ -192,10 +193,10 @@ class LayoutSearch:
                 (self._settled if each.does_fit else self._unfit).append(each)
 
     def _leave_room_for_errors(self) -> None:
-        """Find the fastest layout whose whole memory, with its error, is within the device. Set ``fits_device`` of each layout
-        that is checked.
+        """Find the fastest layout whose whole memory plus its error is within the device's memory. Set ``fits_device`` of each
+        layout that is checked.
 
-        A planned layout that does not fit for sure is planned again, for the share of its bytes that would.
+        A layout with a plan that may not fit is planned again for fewer bytes.
         """
         for _ in range(_MOST_CHECKS):
             each = next((one for one in self._fastest() if one.fits_device is not False), None)

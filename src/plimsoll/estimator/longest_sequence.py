@@ -1,4 +1,5 @@
-"""``longest_sequence``: how many tokens a sample may have on a device, without decisions, and with one more in each row.
+"""``longest_sequence``: how many tokens a sample may have on a device, without memory-saving decisions, and with one more of
+them in each row.
 
 The step is traced at two lengths. Every size in it is an expression in the length, so the trace of any other length follows
 (`plimsoll.planning.family`). A length fits if the estimate of its step fits. The longest one is searched between a length that
@@ -49,21 +50,23 @@ Excess = Callable[[int], tuple[int, int]]
 """A function from a length to the bytes over the limit (negative if the step fits) and their error in bytes."""
 
 _TRACED = (32_768, 65_536)
-"""The lengths that are traced. A trace of a long sequence takes as long as one of a short sequence."""
+"""The lengths in tokens at which the step is traced. A trace of a long sequence takes as long as one of a short sequence."""
 _FIRST_TRIED = 8_192
 _LEAST_TRACED = 4
 _MOST_TOKENS = 2**24
 _FINE, _COARSE, _COARSE_FROM = 128, 1_024, 65_536
 """Lengths are multiples of 128 tokens, and of 1,024 from 65,536 tokens on."""
 _STRAIGHT_TRIES = 6
-"""After this many tries along a straight line the interval is halved. Memory is nearly linear in the length."""
+"""How many lengths are tried where a straight line meets the limit, before the interval is halved instead. Memory is nearly
+linear in the length.
+"""
 _ROPE = ("rope_theta", "rope_parameters", "rope_scaling")
-"""Fields of configurations whose positions are rotary, so that they do not limit the length."""
+"""Fields of model configurations that say that positions are rotary, so that they do not limit the length."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Level:
-    """One row of the answer, as data: which decisions it allows."""
+    """Data: one row of the answer: which memory-saving decisions it allows."""
 
     name: str
     may_recompute: bool = True
@@ -199,7 +202,7 @@ class _Steps:
 
     @classmethod
     def read(cls, target: str | torch.nn.Module, batch: Any, setting: Setting, loss: Any, progress: Progress) -> _Steps:
-        """Read the target and its batch, and trace the whole step.
+        """Read the target (a model with its batch), and trace its whole step.
 
         Raises:
             InvalidOption: the target does not have a sequence.
@@ -227,7 +230,9 @@ class _Steps:
 
     @classmethod
     def _of_model(cls, target: str | torch.nn.Module, batch: Any, request: TraceRequest, loss: Any) -> _Steps:
-        """Return the steps of a model that the caller, or a target function, made together with a sample batch."""
+        """Return the steps at any length for a model that the caller, or a function that the target names, made together with a
+        sample batch.
+        """
         from plimsoll.estimator.fit.search import Shape
         from plimsoll.estimator.fit.single_device import MicroBatches
         from plimsoll.session.task import check_model, explained_loss
@@ -253,7 +258,11 @@ class _Steps:
         return cls(request, most, _between(min(most, longest)), resize)
 
     def family(self, *, is_tiled: bool) -> Family[tuple[int, int]]:
-        """Return what the traces of the whole step, or of the step in tiles, have in common. The step must be traced."""
+        """Return what the traces of the whole step, or of the step in tiles, have in common. Steps of other lengths are derived
+        from it.
+
+        The step must be traced already.
+        """
         return self._families[is_tiled]
 
     def at(self, sequence: int, *, is_tiled: bool) -> Trace:
@@ -296,7 +305,7 @@ class _Steps:
             )
 
     def notes(self, rows: list[LengthRow]) -> Iterator[str]:
-        """Yield a note if sizes at the longest found length are not exact by 0.1% or more."""
+        """Yield a note for the user if sizes at the longest found length may be wrong by 0.1% or more."""
         longest = max((row.tokens or 0 for row in rows), default=0)
         if not longest:
             return
@@ -314,7 +323,7 @@ def _without_sequence(target: str, why: str) -> InvalidOption:
 
 
 def _between(most: int) -> tuple[int, int]:
-    """Return the two lengths to trace, if no length may exceed ``most``."""
+    """Return the two sequence lengths at which to trace, if no length may exceed ``most``."""
     longest = min(_TRACED[1], most)
     return longest // 2, longest // 2 * 2
 
@@ -342,7 +351,7 @@ def _is_quadratic(trace: Trace) -> bool:
 
 @dataclass(slots=True)
 class _RowSearch:
-    """Finds the longest sequence of one row (one level of decisions)."""
+    """Finds the longest sequence for one row of the answer (one set of memory-saving decisions)."""
 
     steps: _Steps
     setting: Setting
@@ -352,7 +361,7 @@ class _RowSearch:
     """The decisions of the plan with the lowest peak, at the length where it was last searched."""
 
     def run(self, name: str) -> LengthRow:
-        """Return the row with this name."""
+        """Find the longest sequence, and return the row of the answer with this name."""
         tried: dict[int, tuple[int, int]] = {}
         found = find_longest(self._excess, self.steps.most_tokens, tried)
         if self.level.is_planned and self._lower_floor(found or _FINE):
@@ -387,7 +396,7 @@ class _RowSearch:
         return self._job(sequence).measure_rank(self._lowest)
 
     def _excess(self, sequence: int) -> tuple[int, int]:
-        """Return by how many bytes the step at this length exceeds its limit, and the error in bytes."""
+        """Return by how many bytes the training step at this length exceeds its memory limit, and the error in bytes."""
         stage, _ = self._measure(sequence)
         setting, found = self.setting, []
         if setting.budget_bytes is not None:
@@ -398,7 +407,7 @@ class _RowSearch:
         return max(found)
 
     def _lowest(self, stage: StageOfRank) -> Simulation:
-        """Return the stage's step under the decisions with the lowest peak that this level allows."""
+        """Return the stage's step under the decisions with the lowest peak that this row's rules allow."""
         index, level = stage.index, self.level
         if not level.may_recompute:
             return run_choices(index, stage.named_choices(index, NOTHING))
@@ -484,7 +493,9 @@ def _with_level(setting: Setting, level: _Level) -> Setting | None:
 
 
 def _at_least(row: LengthRow, rows: list[LengthRow]) -> LengthRow:
-    """Return the row, or the row above under its name if that is longer: a plan may leave the new decision out."""
+    """Return the row, or a copy of the row above it under the new name if the row above is longer: a plan may leave the new
+    decision out.
+    """
     above = rows[-1] if rows else None
     if above is None or (row.tokens or 0) > (above.tokens or 0):
         return row
@@ -544,7 +555,8 @@ def _root(tried: dict[int, tuple[int, int]], one: int, other: int, sign: int) ->
 
 
 def error_range(tried: dict[int, tuple[int, int]], found: int, most_tokens: int) -> tuple[int, int]:
-    """Return the lengths that would fit if the step took its error more, and its error less, than it is estimated to take.
+    """Return two lengths: the longest that fits if the step takes more memory than estimated by its error, and the longest if
+    it takes less by its error.
 
     Example:
         >>> tried = {1000: (-100, 10), 1128: (28, 12)}

@@ -1,13 +1,13 @@
 """Finds the best setting of a framework's own switches for activation checkpointing within a budget, with the estimator.
 
 A framework offers few settings: it checkpoints no layer, all layers, some layers, or some modules of all layers, and may
-offload some of these. Each setting corresponds to one of our strategies and a set of values that it offloads
+offload some of these. Each setting corresponds to one of Plimsoll's strategies and a set of values that it offloads
 (``planning/sending``), and is simulated like any other strategy. The fastest setting within the budget is chosen, or the
 setting with the lowest peak if none fits. Settings form rows: lists where the peak falls and the time grows from one setting to
 the next. So bisection finds the first setting of a row that fits. A row of settings that offload more and more is skipped if it
 is already too slow without offloading.
 
-Known weakness: a framework reruns everything that it checkpoints; our simulation reruns only what backward needs.
+Known weakness: a framework reruns everything that it checkpoints; the simulation reruns only what backward needs.
 """
 
 from __future__ import annotations
@@ -92,13 +92,15 @@ class _Search:
 
     @property
     def fastest_seconds(self) -> float:
-        """The step time of the fastest setting so far that fits the budget. It is infinite if no setting fits."""
+        """The step time of the fastest setting (values of a framework's switches) so far that fits the budget. It is infinite
+        if no setting fits.
+        """
         found = (each.step_seconds for _, each in self.known.values() if each.peak_bytes <= self.budget_bytes)
         return min(found, default=float("inf"))
 
     def search(self, row: Row) -> None:
-        """Simulate settings of a row until the first that fits the budget is found. The setting just before that one is
-        simulated too.
+        """Simulate settings (values of a framework's switches) of a row until the first that fits the budget is found. The
+        setting just before that one is simulated too.
 
         A row is a list of settings with falling peaks.
         """

@@ -19,7 +19,7 @@ _NEWTON_SCHULZ_STEPS = 5
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """One parameter as its optimizer sees it, as data. A parameter with a master copy counts in float32."""
+    """Data: the shape and dtype of one parameter for its optimizer. A parameter with a master copy counts in float32."""
 
     name: str
     shape: tuple[int, ...]
@@ -37,7 +37,7 @@ class Tensor:
 
     @property
     def factor_bytes(self) -> int:
-        """The bytes of Adafactor's row means and column means for this parameter. They are 0 for a vector."""
+        """The bytes of the row means and column means that Adafactor holds for this parameter. They are 0 for a vector."""
         return _BYTES["row means"](self) + _BYTES["column means"](self)
 
     def means_bytes(self, *shape: int) -> int:
@@ -58,17 +58,16 @@ _BYTES: dict[str, Callable[[Tensor], int]] = {
     "Gram matrix": lambda each: min(each.shape) ** 2 * _BF16_BYTES,
     "Gram update": lambda each: min(each.shape) ** 2 * _BF16_BYTES,
 }
-"""A mapping from the name of a result of a step to a function. The function takes a parameter and returns the bytes of that
-result for it.
+"""A mapping from the name of a tensor that an optimizer's step makes to a function, which returns the bytes of that tensor for
+a given parameter.
 
-A result without an entry is as large as the parameter. A result of 0 bytes is not made.
+A tensor without an entry is as large as the parameter. A tensor of 0 bytes is not made.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerStep:
-    """One form (loop, multi-tensor or fused) of an optimizer's step, as data: the tensors that it makes, in order, and its
-    work.
+    """Data: one form (loop, multi-tensor or fused) of an optimizer's step: the tensors that it makes, in order, and its work.
 
     Args:
         passes: how often the bytes of a parameter are read or written, in total.
@@ -101,7 +100,8 @@ class OptimizerStep:
 
 @dataclass(slots=True)
 class StepLedger:
-    """Runs a step symbolically: it tracks live results by name, one tensor per parameter, and records their peak.
+    """Runs an optimizer's step symbolically: it tracks which results are alive, by name, one tensor per parameter, and records
+    their peak.
 
     A name that is assigned again keeps its old result until the new one exists. A loop therefore holds the leftovers of one
     parameter together with the results of the next, and a multi-tensor form those of one group together with the next.
@@ -115,7 +115,7 @@ class StepLedger:
 
     @property
     def temporaries(self) -> tuple[Temporary, ...]:
-        """The tensors that are alive at the moment when the step's results take the most bytes."""
+        """The tensors that are alive when the results of the optimizer's step take the most bytes."""
         return tuple(Temporary(label=label, bytes=size) for label, sizes in self.highest for size in sizes)
 
     def run(self, step: OptimizerStep, parameters: Sequence[Tensor], form: StepForm) -> StepLedger:

@@ -200,8 +200,8 @@ def _master_bytes(parameter: TraceParameter) -> int:
 
 
 def _parts(recipe: _Recipe, tensors: Sequence[Tensor]) -> list[tuple[_Recipe, list[Tensor]]]:
-    """Split the parameters by the optimizer that updates them. Muon updates only hidden matrices itself, and AdamW updates the
-    rest.
+    """Split the parameters into groups by the optimizer that updates them. Muon updates only hidden matrices itself, and AdamW
+    updates the rest.
     """
     if not recipe.leaves_rest_to:
         return [(recipe, list(tensors))]
@@ -215,16 +215,16 @@ def _is_hidden_matrix(tensor: Tensor) -> bool:
 
 
 def _casts(masters: dict[str, int], form: StepForm) -> tuple[Temporary, ...]:
-    """Return the float32 copies of gradients that are alive at one time.
+    """Return the bytes of gradients that are cast to float32 for the optimizer's step and are alive at one time.
 
-    A step over all parameters has all copies; a loop has one at a time, and the largest counts.
+    A step over all parameters together has all casts alive; a loop has one at a time, and the largest counts.
     """
     sizes = sorted(masters.values())[-1:] if form is StepForm.LOOP else masters.values()
     return tuple(Temporary(label="gradients in f32", bytes=size) for size in sizes)
 
 
 def _reliability(recipe: _Recipe, casts: Sequence[Temporary], held_bytes: int) -> tuple[Basis, float]:
-    """Return where the figures come from (basis) and their relative error.
+    """Return where the figures of an optimizer come from (their basis, such as exact or assumed) and their relative error.
 
     That mixed-precision optimizers cast all gradients at once is only a convention; the error covers optimizers that do not.
     """

@@ -79,7 +79,7 @@ class StageOfRank:
 
     @cached_property
     def trace(self) -> Trace:
-        """The trace of one micro-batch's step on this rank."""
+        """The trace of one micro-batch's step, as this rank runs it."""
         return rank_trace(
             self.stage.trace,
             self.setting.layout,
@@ -95,7 +95,9 @@ class StageOfRank:
 
     @cached_property
     def index(self) -> StepIndex:
-        """The step in the form that the planner reads. It counts the micro-batches that wait for their backward."""
+        """The stage's step in the form that the planner reads. It counts the activations of micro-batches that wait for their
+        backward.
+        """
         return self._indexed()
 
     def _indexed(self) -> StepIndex:
@@ -104,20 +106,20 @@ class StageOfRank:
 
     @cached_property
     def sending_index(self) -> StepIndex:
-        """The step as in ``index``, but with values that may be offloaded to the host. It is used for settings whose framework
-        switches offload.
+        """The stage's step in the form that the planner reads (see ``index``), with values that may be offloaded to the host.
+        It is used for settings whose framework switches offload.
         """
         forms = host_forms_of_switches(self.trace, self.setting.device)
         return StepIndex(self.trace, self.costs, forms, in_flight=self.in_flight)
 
     @cached_property
     def unmanaged(self) -> Simulation:
-        """The simulation of the step if all values are kept."""
+        """The simulation of the stage's step if all values are kept."""
         return run_choices(self.index, self.named_choices(self.index, NOTHING))
 
     @cached_property
     def recomputed(self) -> Simulation:
-        """The simulation of the step if only the inputs of its regions (managed module calls) are kept."""
+        """The simulation of the stage's step if only the inputs of its regions (managed module calls) are kept."""
         return run_choices(self.index, choose_full(self.index, ""))
 
     @cached_property
@@ -127,8 +129,8 @@ class StageOfRank:
 
     @cached_property
     def overlap(self) -> OverlappedSeconds:
-        """The seconds of one micro-batch and of the data-parallel collectives. The collectives run at the same time as compute,
-        wait for it and delay it.
+        """The seconds of one micro-batch with its data-parallel collectives, which run at the same time as compute and delay
+        it.
         """
         return overlapped_seconds(self.trace, self.costs, gathers_late=self.setting.how.comm_overlap)
 
@@ -185,8 +187,8 @@ class StageOfRank:
         return Decided(run_choices(planner.index, choices_of(planner.index, plan.regions)), plan)
 
     def named_choices(self, index: StepIndex, strategy: str) -> tuple[Choice, ...]:
-        """Return the decisions of a named strategy: for each region, the choice of values that are kept, recomputed or
-        offloaded.
+        """Return the decisions of a named strategy: for each region (a module that the plan decides about), the choice of
+        values that are kept, recomputed or offloaded.
 
         If blocks run in fused kernels, values that these kernels do not save are dropped.
         """

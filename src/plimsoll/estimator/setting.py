@@ -25,8 +25,8 @@ everything, ``EVERYTHING`` recomputes everything.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What an estimate is asked for, as data: device, layout, optimizer, strategy, budget and techniques. The model and its
-    micro-batch are not part of it.
+    """Data: the options of an estimate other than the model and its micro-batch: device, layout, optimizer, strategy, budget
+    and techniques.
 
     ``optimizer`` is ``None`` for a job without an optimizer.
     """
@@ -40,7 +40,7 @@ class Setting:
     precision: Precision | None = None
     how: Techniques = field(default_factory=Techniques)
     sending: Sending | None = None
-    """Which of the values that ``strategy`` keeps a framework's own switches offload to the host.
+    """Which of the values that ``strategy`` keeps are offloaded to the host, if a training framework's own switches offload.
 
     ``None`` if no such switch is set.
     """
@@ -70,9 +70,7 @@ class Setting:
 
 
 def optimizer_of(setting: Setting, parameters: Sequence[TraceParameter]) -> OptimizerUse | None:
-    """Return the memory that the setting's optimizer needs for one rank's parameters and the work of its step, or ``None``
-    without an optimizer.
-    """
+    """Return the memory and work of the setting's optimizer for one rank's parameters, or ``None`` without an optimizer."""
     if setting.optimizer is None:
         return None
     is_early = setting.how.optimizer_in_backward

@@ -51,11 +51,11 @@ def check_setting(setting: Setting) -> None:
 
 
 def check_longest(layout: Layout, how: Techniques) -> None:
-    """Refuse what a search for the longest sequence cannot use: a layout that divides a sample or the model over ranks, and
-    offloaded activations, because a row of its own adds them.
+    """Raise an error for options that a search for the longest sequence cannot use: a layout that divides a sample or the model
+    over ranks, and offloaded activations, because a row of the result offloads them.
 
     Raises:
-        InvalidLayout, InvalidOption: as said.
+        InvalidLayout, InvalidOption: one of these options is set.
     """
     divided = [f"{key}={getattr(layout, key)}" for key in ("tp", "cp", "pp", "ep") if getattr(layout, key) > 1]
     if divided:
@@ -87,7 +87,7 @@ def check_auto(strategy: str | None, budget: int | str | None) -> None:
 
 
 def _check_techniques(setting: Setting) -> None:
-    """Refuse techniques that contradict the layout, the precision or the optimizer."""
+    """Raise an error for techniques that contradict the layout, the precision or the optimizer."""
     how, layout, narrow = setting.how, setting.layout, (Precision.BF16, Precision.FP16)
     if setting.precision is Precision.FSDP_BF16 and (layout.zero < PARTLY_SHARDED or layout.shards == 1):
         raise InvalidOption(
@@ -146,7 +146,7 @@ def _check_techniques(setting: Setting) -> None:
 
 
 def _check_offload(setting: Setting) -> None:
-    """Refuse offloads to the host that this device or layout cannot do."""
+    """Raise an error for offloads to the host that this device or layout cannot do."""
     how, layout, reason, remedy = setting.how, setting.layout, "", ""
     if "optimizer" in how.on_host and (setting.optimizer is None or how.optimizer_in_backward or not setting.is_gpu):
         reason = (
@@ -166,7 +166,9 @@ def _check_offload(setting: Setting) -> None:
 
 
 def _check_fp8(setting: Setting) -> None:
-    """Refuse fp8 recipes that the device cannot compute, and sharded fp8 weights, whose memory is not modelled."""
+    """Raise an error for fp8 recipes that the device cannot compute, and for sharded fp8 weights (their memory is not
+    modelled).
+    """
     how, device = setting.how, setting.device
     wanted = "mxf8" if how.fp8 == "mxfp8" else "f8"
     if how.fp8 and wanted not in device.peak_flops_per_second:

@@ -22,7 +22,7 @@ _PARAMETERS = "parameters"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SwitchValues:
-    """One setting of a framework's switches, as data, and what it corresponds to in Plimsoll.
+    """Data: one setting of a training framework's switches, and the strategy of Plimsoll that it corresponds to.
 
     ``values`` are the switches themselves. ``strategy`` says what is kept and recomputed. ``sending`` says which kept values
     are offloaded. ``on_host`` has the words of the technique ``offload=`` (what is held on the host).
@@ -35,14 +35,14 @@ class SwitchValues:
 
     @property
     def key(self) -> tuple[str, Sending | None, str]:
-        """A key that is equal for two settings with the same simulation."""
+        """A key under which a setting's simulation is stored: settings with equal keys have the same simulation."""
         return self.strategy, self.sending, self.on_host
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SwitchedModel:
-    """The properties of a model that decide which settings exist, as data: the number of layers of the longest stage, the kinds
-    of modules, and what may be offloaded.
+    """Data: the properties of a model that decide which settings of a framework's switches exist: the number of layers of the
+    longest stage, the kinds of modules, and what may be offloaded.
     """
 
     layers: int
@@ -53,7 +53,7 @@ class SwitchedModel:
     has_compressed_keys: bool = False
     has_host_link: bool = False
     may_leave_shards: bool = False
-    """Whether a setting may hold parameter shards, gradients and optimizer on the host."""
+    """Whether a setting (values of a framework's switches) may hold parameter shards, gradients and optimizer on the host."""
 
     @staticmethod
     def of(trace: Trace, *, stages: int, has_host_link: bool, may_leave_shards: bool) -> SwitchedModel:
@@ -90,8 +90,8 @@ def _megatron(model: SwitchedModel) -> Iterator[Row]:
 
 
 def _megatron_selections(model: SwitchedModel) -> Iterator[SwitchValues]:
-    """Yield one setting for each combination of modules that this model has and that Megatron-Core can recompute. The first
-    setting recomputes none.
+    """Yield one setting (values of a framework's switches) for each combination of modules that this model has and that
+    Megatron-Core can recompute. The first setting recomputes none.
     """
     yield SwitchValues(strategy="none", values={"recompute_granularity": None})
     wide = ["core_attn", "layernorm", *(["mla_up_proj"] if model.has_compressed_keys else [])]
@@ -142,7 +142,8 @@ def _modules_again(setting: SwitchValues) -> list[str]:
 
 
 def _go_together(again: frozenset[str], sent: frozenset[str]) -> bool:
-    """Whether Megatron-Core accepts a setting that recomputes the modules ``again`` and offloads the modules ``sent``.
+    """Whether Megatron-Core accepts a setting (values of a framework's switches) that recomputes the modules ``again`` and
+    offloads the modules ``sent``.
 
     Recomputed tensors are not saved, so they cannot be offloaded.
     """

@@ -22,7 +22,7 @@ from plimsoll.planning.costing.roofline import FUSED, is_product
 from plimsoll.planning.what_if import HeadAndLoss, find_head, with_chunked_loss
 
 _ALONE = re.compile(r"sort|topk|scatter|index_put|nonzero|cumsum|histc|bincount|embedding|_local_scalar")
-"""Names of ops that a compiler does not fuse. Matrix products and collectives are not fused either."""
+"""Names of ops that a compiler runs alone, not fused with others. Matrix products and collectives are not fused either."""
 _PASSES_OF_FUSED_LOSS = 3
 """How often a fused loss moves the logits: it reads them for maximum and sum, reads them again, and writes the gradient."""
 
@@ -100,7 +100,7 @@ class _Fp8(NamedTuple):
     bytes: float
     is_held: bool
     multiple: int = 16
-    """Products whose sizes are not all multiples of this number stay in 16 bits."""
+    """Matrix products whose sizes are not all multiples of this number stay in 16 bits."""
 
 
 _FP8 = {
@@ -198,8 +198,8 @@ def _casts_of_inputs(trace: Trace) -> tuple[dict[int, float], set[int]]:
     """Find the casts of product inputs to fp8 that are smaller than the input, or that are not needed at all.
 
     Returns:
-        A mapping from the tick of a forward product to the share of its input that is cast, for inputs that are gathered after
-        the cast; and the ticks of products whose input was already cast for an earlier product.
+        A mapping from the tick (position) of a forward product to the share of its input that is cast, for inputs that are
+        gathered after the cast; and the ticks of products whose input was already cast for an earlier product.
     """
     shares: dict[int, float] = {}
     again: set[int] = set()
@@ -236,7 +236,7 @@ def _is_gather(trace: Trace, cost_key: str) -> bool:
 def _with_cost_keys(trace: Trace, keys: Mapping[int, str], specs: dict[str, OpSpec]) -> Trace:
     """Return the trace with other cost keys (which say what an op costs) at some ticks, the positions of ops.
 
-    The ops of its regions are changed too.
+    The ops of its regions (modules that the plan decides about) are changed too.
     """
     ops = tuple(replace(op, cost_key=keys.get(tick, op.cost_key)) for tick, op in enumerate(trace.ops))
     regions = tuple(
@@ -253,7 +253,7 @@ def _with_cost_keys(trace: Trace, keys: Mapping[int, str], specs: dict[str, OpSp
 
 
 def _saved_by_products(trace: Trace, ticks: list[int]) -> tuple[dict[int, int], set[int]]:
-    """Find the 16-bit storages that the products at these ticks save for backward.
+    """Find the 16-bit storages that the products at these ticks (positions of ops) save for backward.
 
     Return a mapping from such a storage to the tick of its last product in forward, and the set of storages that other ops
     save.
@@ -279,7 +279,9 @@ def _saved_by_products(trace: Trace, ticks: list[int]) -> tuple[dict[int, int], 
 
 
 def _resized(trace: Trace, shares: Mapping[int, float]) -> Trace:
-    """Return the trace with the bytes of some storages scaled by their share, in the storages and in the values of regions."""
+    """Return the trace with the bytes of some storages scaled by their share, in the storages and in the values of regions
+    (modules that the plan decides about).
+    """
     regions = tuple(
         replace(
             call,

@@ -39,7 +39,7 @@ from plimsoll.units import GIB, MIB
 OVERRIDE = "PLIMSOLL_CACHE_DIR"
 """The environment variable that overrides the cache directory."""
 MOST_BYTES = 512 * MIB
-"""The default limit of a cache directory's size in bytes."""
+"""The default limit for the size of the cache directory in bytes."""
 _LOG = logging.getLogger(__name__)
 _LIBRARIES = ("torch", "transformers", "diffusers", "timm", "numpy", "scipy", "msgspec")
 _PACKAGE = Path(__file__).parents[1]
@@ -74,7 +74,8 @@ Answer = TypeVar("Answer", TracedTarget, Estimate)
 
 
 class AnswerCache(Generic[Answer]):
-    """Stores answers of one kind (traces or estimates) in files, and finds them by question.
+    """Stores answers of one kind (traces or estimates) in files. The key is the question: a mapping of everything that was
+    asked for.
 
     The default directory is ``$PLIMSOLL_CACHE_DIR``, or the user's cache directory.
 
@@ -109,7 +110,8 @@ class AnswerCache(Generic[Answer]):
 
 
 def key_of(question: Mapping[str, Any], kind: type[TracedTarget | Estimate] = TracedTarget) -> str:
-    """Return a digest of the question, the library versions and Plimsoll's sources.
+    """Return a digest of a question (a mapping of everything that was asked for), the library versions and Plimsoll's sources.
+    It names the file of the answer.
 
     The order of the question's keys does not matter.
 

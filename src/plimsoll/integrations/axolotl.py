@@ -36,7 +36,7 @@ class _Budgeted:
         _TRIED.check()
 
     def get_input_args(self) -> str:
-        """Return the path of the class that declares the configuration's new fields."""
+        """Return the import path of the class that declares the new fields of Axolotl's configuration (``memory_budget``)."""
         return f"{__name__}.PlimsollArgs"
 
     def add_callbacks_post_trainer(self, cfg: Any, trainer: Any) -> list[TrainerCallback]:

@@ -38,25 +38,24 @@ _LOGGED = (
     "plimsoll/measured_peak_bytes",
     "plimsoll/planned_overhead_percent",
 )
-"""The figures of ``handle.metrics()`` that a trainer's log gets next to each loss. The others say the same (seconds), or are
-constants that the line about the plan names once (budget, blocks).
+"""Names of those figures of ``handle.metrics()`` that a trainer's log shows next to each loss. The other figures are redundant,
+or are constants (budget, blocks) that are logged once.
 """
 _FLAGS = ("gradient_checkpointing", "grad_checkpointing")
-"""Flags on the modules of transformers, diffusers and timm. A flag switches the module's activation checkpointing on."""
+"""Names of attributes on modules of transformers, diffusers and timm. If such an attribute is true, the module checkpoints its
+activations.
+"""
 _OF_DEEPSPEED = "deepspeed.runtime.activation_checkpointing.checkpointing"
-"""The module that has DeepSpeed's ``checkpoint``, which models call.
+"""The name of the module that has DeepSpeed's function ``checkpoint``, which models call.
 
-DeepSpeed's ``activation_checkpointing`` section sets it up.
-
-Seen in DeepSpeed 0.19.
+The section ``activation_checkpointing`` of DeepSpeed's configuration sets this function up (seen in DeepSpeed 0.19).
 """
 
 
 def calling(kind: type) -> Iterator[Any]:
-    """Yield the objects of class ``kind`` whose methods are running now in the call stack, the nearest caller first. Hooks use
-    it to find their trainer.
+    """Yield the objects of class ``kind`` whose methods are running now, found in the call stack, the nearest caller first.
 
-    Some frameworks pass their hooks everything except the trainer.
+    A hook uses this to find its trainer, because some frameworks do not pass the trainer to their hooks.
     """
     frame = inspect.currentframe()
     while frame is not None:
@@ -67,7 +66,7 @@ def calling(kind: type) -> Iterator[Any]:
 
 @dataclass(frozen=True, slots=True)
 class Framework:
-    """A framework by the name of its distribution, with the oldest and the newest version that were tested."""
+    """Data: a training framework by the name of its distribution, with the oldest and the newest version that were tested."""
 
     name: str
     oldest: str
@@ -106,8 +105,8 @@ class Framework:
 
 
 def _line(version: str) -> tuple[int, int]:
-    """Return the part of a version that changes when the interface changes: the major version, and before 1.0 also the minor
-    version.
+    """Return the part of a version number that changes when the interface may change: the major version, and before 1.0 also
+    the minor version.
     """
     major, minor = version.split(".")[:2]
     return int(major), 0 if int(major) else int(minor)
@@ -119,7 +118,7 @@ class BudgetedTraining:
     def __init__(
         self, framework: Framework, budget: int | str, options: Mapping[str, Any], log: logging.Logger
     ) -> None:
-        """Check the framework's version, the budget and the options.
+        """Check the framework's version, the budget and the options. No training is changed yet.
 
         ``options`` are those of ``plimsoll.attach``. ``log`` is the framework's logger.
         """
@@ -137,14 +136,14 @@ class BudgetedTraining:
 
     @property
     def owner(self) -> object:
-        """The trainer or module that has claimed the budget, or ``None``.
+        """The trainer or module that has claimed this object's budget, or ``None``.
 
         A claim ends with the training, or when the owner is deleted.
         """
         return self._owner()
 
     def claim(self, owner: object, *, is_free: bool) -> None:
-        """Let a trainer, or a module that is being set up, take the budget.
+        """Claim the budget for a trainer, or for a module that is being set up. One budget serves one owner at a time.
 
         Remains of an earlier failed training are removed first.
 
@@ -173,7 +172,7 @@ class BudgetedTraining:
         """Apply the budget to ``model``, the module that the framework calls, when a training begins.
 
         ``beside`` are other modules of the framework, such as a reference model; their bytes are subtracted from the budget,
-        because the step does not include them. ``taken_over`` is the number of memory-saving features of the framework that the
+        because the step does not include them. ``taken_over`` is how many memory-saving features of the framework the
         integration has already switched off. With ``takes_compiled``, models that torch.compile compiled are planned too.
         """
         taken_over += switch_off(model, self._undo_work)
@@ -204,7 +203,7 @@ class BudgetedTraining:
         self.is_at_work = True
 
     def _budget_beside(self) -> int:
-        """Return the budget in bytes minus the bytes of the other models on the device."""
+        """Return the budget in bytes minus the bytes of other models on the device, such as a reference model."""
         budget_bytes = parse_budget(self._budget)
         if budget_bytes > self._beside_bytes:
             return budget_bytes - self._beside_bytes
@@ -215,15 +214,15 @@ class BudgetedTraining:
         )
 
     def name_beside(self, error: BudgetBelowFloor) -> None:
-        """Add a note to an error that names the floor (the smallest reachable peak): other models take bytes in addition
-        to it.
+        """Add a note to an error about a too small budget: the floor in the error (the smallest reachable peak) does not
+        include the bytes of other models.
         """
         if self._beside_bytes:
             error.why = f"{error.why}; other models hold {format_bytes(self._beside_bytes)} in addition"
             error.next = f"{error.next}; add {self._beside_bytes} bytes for the other models to each budget named here"
 
     def pause(self) -> None:
-        """Remove the budget from the model. The budget can begin again later. A second call does nothing."""
+        """Take the budget off the model until training begins again. A second call does nothing."""
         self._undo_work.close()
         self.is_at_work = False
 
@@ -247,8 +246,8 @@ class BudgetedTraining:
         self._owner = _nobody
 
     def figures(self) -> dict[str, float]:
-        """Return the figures of ``handle.metrics()`` that belong in the framework's own log, by name (`_LOGGED`). The bytes of
-        other models are added to the peaks.
+        """Return those figures of ``handle.metrics()`` that belong in the framework's own log, by name. The bytes of other
+        models are added to the peaks.
 
         The result is empty before the plan exists.
         """
@@ -262,7 +261,7 @@ class BudgetedTraining:
 
 
 def _nobody() -> None:
-    """Return ``None``. It takes the place of the owner while the budget is not claimed."""
+    """Return ``None``. Used in place of a weak reference to the owner while no trainer has claimed the budget."""
 
 
 def _bytes_beside(model: nn.Module, others: Iterable[nn.Module]) -> int:
@@ -274,7 +273,10 @@ def _bytes_beside(model: nn.Module, others: Iterable[nn.Module]) -> int:
 
 
 def _inner(optimizer: torch.optim.Optimizer | None) -> torch.optim.Optimizer | None:
-    """Return the innermost optimizer. A framework's wrapper has a ``step`` with other arguments, and DeepSpeed wraps twice."""
+    """Return the innermost optimizer inside a framework's wrappers.
+
+    A wrapper has a ``step`` with other arguments, and DeepSpeed wraps twice.
+    """
     while (inner := getattr(optimizer, "optimizer", None)) is not None:
         optimizer = inner
     return optimizer

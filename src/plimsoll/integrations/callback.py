@@ -17,7 +17,8 @@ _FRAMEWORKS = {
     "transformers": ("transformers.trainer",),
     "lightning": ("lightning.pytorch", "lightning.fabric", "pytorch_lightning"),
 }
-"""By integration, modules that are imported if the program uses its trainer. Transformers imports its trainer only on use."""
+"""Modules that a program has imported if it uses a trainer, for each integration. Transformers imports its trainer only on use.
+"""
 _PACKAGES = {"transformers": ("transformers",), "lightning": ("lightning", "pytorch_lightning")}
 
 

@@ -14,12 +14,12 @@ from plimsoll.artifacts.comparison import Comparison, ComparisonRow
 from plimsoll.units import check_count
 
 _ROUNDING = 1e-6
-"""A relative difference of the gradient up to this number is taken for rounding, from sums in another order."""
+"""The largest relative difference of the gradient that counts as rounding, from sums in another order."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """Data: one way to run the step.
+    """Data: one of several ways to run the same step (for example under a plan) that are compared.
 
     ``run`` computes a gradient, and returns when the gradient is computed. ``gradient`` is one result of it. ``peak_bytes`` are
     the bytes that the framework counts.

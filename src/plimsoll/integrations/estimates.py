@@ -49,11 +49,11 @@ class FixedSizes:
 
     @property
     def total(self) -> int:
-        """The sum of the bytes of parameters, gradients, optimizer state and batch."""
+        """The bytes of parameters, gradients, optimizer state and batch together."""
         return self.parameters + self.gradients + self.state + self.batch
 
     def room_in(self, budget_bytes: int) -> int:
-        """Return how many of the bytes of a budget for everything are left for temporaries.
+        """Return how many bytes are left for temporaries, if the budget is for everything.
 
         Raises:
             BudgetBelowFloor: nothing is left.
@@ -68,7 +68,7 @@ class FixedSizes:
 
 
 class Plannable(Protocol):
-    """The interface of a step of any framework that can be planned.
+    """The interface of a training step of any framework (JAX, Keras, TensorFlow) that can be planned.
 
     ``flops`` are those of forward and backward, in products of ``dtype``. ``counted_by`` says what counts temporaries.
     """

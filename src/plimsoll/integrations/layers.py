@@ -53,7 +53,8 @@ def kinds_of(layers: Sequence[Any]) -> dict[str, str]:
 
 
 def fingerprint(framework: str, kinds: Mapping[str, str]) -> str:
-    """Return a digest that identifies a model by the kinds of its layers. It is the same at any batch size.
+    """Return a digest of the layers' kinds (classes and shapes of variables), by which a plan recognises its model. It is the
+    same at any batch size.
 
     The layers' names do not change the digest, because a framework may number them.
     """
@@ -93,7 +94,7 @@ Its arguments are the layer's name, its original call, and the positional and na
 
 @contextlib.contextmanager
 def calling(layers: Sequence[Any], around: Around, method: str = "__call__") -> Iterator[None]:
-    """Inside the block, a method of each layer goes through ``around``.
+    """Inside the block, each call of a layer's method goes through the function ``around``.
 
     Python looks ``__call__`` up on the class only, so an attribute of the layer does not change a call. The step holds the
     layers themselves, so replacements cannot be passed. A patched class would affect its other objects too, and would run twice
@@ -114,7 +115,7 @@ def calling(layers: Sequence[Any], around: Around, method: str = "__call__") -> 
 
 
 def rerun_layers(plan: Plan) -> frozenset[str]:
-    """Return the names of the layers that run again in backward under the plan."""
+    """Return the names of the layers that run again in backward under a plan."""
     return frozenset(region.name for region in plan.regions if not region.is_untouched)
 
 
@@ -136,8 +137,8 @@ class LayeredStep:
 
 
 class LayerPlans:
-    """A step that can be planned layer by layer. It searches for plans; in a plan, each layer is either kept or run again in
-    backward.
+    """A training step that can be planned layer by layer: each layer is either kept or run again in backward. It searches for
+    the fastest plan within a budget.
     """
 
     dtype = "f32"
@@ -159,7 +160,7 @@ class LayerPlans:
 def rerun_meter(
     framework: str, name: str, measure: Callable[[frozenset[str]], int], saved_bytes: int | None = None
 ) -> PlanMeter:
-    """Return an object that measures plans. It measures a plan by the names of the layers that run again under the plan.
+    """Return an object that measures the bytes of a step under a plan, given the names of the layers that run again.
 
     Args:
         framework: the layers' framework.
@@ -218,7 +219,9 @@ def _traced(step: LayeredStep, framework: str, model: str) -> TracedStep:
 
 
 def _storages(layer: RerunLayer, at: int, first: int) -> tuple[Storage, Storage]:
-    """Return two storages of a layer: one of 0 bytes for its input, and one for the values that the layer makes."""
+    """Return the two storages that represent a layer in the trace: one of 0 bytes for its input, and one for all values that
+    the layer makes.
+    """
     return (
         Storage(
             id=first, bytes=0, category=Category.INPUT, label=f"input of {layer.name}", born=-1, dies=-1, region=-1

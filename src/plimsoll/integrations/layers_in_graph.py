@@ -36,24 +36,24 @@ _HARMLESS = frozenset({"ReadVariableOp", "VarHandleOp", "ResourceGather", "Place
 """Operations that TensorFlow marks as stateful, although they neither write nor draw random numbers."""
 _NOT_MADE = frozenset({"ReadVariableOp", "Const"})
 _FROM_OUTSIDE = frozenset({"Const", "Placeholder"})
-"""Constants, and tensors that a graph captures. Gradients do not flow to them."""
+"""Kinds of operations whose results do not get gradients: constants, and tensors that a graph captures."""
 _EXPONENTIALS = frozenset({"Exp", "Tanh", "Sigmoid", "Erf", "Softmax", "Log", "Pow", "Rsqrt", "Sqrt"})
 _PRODUCTS = {"MatMul": "transpose_a", "BatchMatMulV2": "adj_x", "BatchMatMulV3": "adj_x"}
 """Maps each kind of matrix product to its attribute that says whether the first operand is transposed."""
 _RATE_SIDE = 512
 _MOST_RUNS = 16
-"""The most runs of one step to find its peak."""
+"""How often one step runs at most until its peak is known."""
 _STATES, _DEVIATIONS = 4, 2
-"""Two numbers of `bytes_in_any_state`: how often each trace runs with other tensors alive, and how many standard deviations of
-all runs are added to the maximum.
+"""Two numbers of the function `bytes_in_any_state`: how often each trace of a step runs with other tensors alive, and how many
+standard deviations of all runs are added to the maximum.
 """
 _COUNTED_FROM = 256 * 1024
-"""The bytes of the smallest tensor that TensorFlow counts on a CPU."""
+"""The size in bytes from which TensorFlow counts a tensor on a CPU. Smaller tensors are not counted."""
 _BESIDE, _SHARE_BESIDE = 12, 8
-"""Two numbers of `bytes_in_any_state`: how many other tensors are made before a run, and the divisor of the largest one's
-bytes.
+"""Two numbers of the function `bytes_in_any_state`: how many other tensors are made before a run, and the divisor that gives
+the largest one's bytes.
 
-The largest has up to 1/8 of the step's bytes. A third of the tensors stay during the run.
+The largest has up to 1/8 of the bytes of the step. A third of the tensors stay during the run.
 """
 
 

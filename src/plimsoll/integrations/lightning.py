@@ -28,7 +28,7 @@ from plimsoll.integrations.budgeted import BudgetedTraining, Framework, calling
 from plimsoll.session.attachment import Attachment
 
 _NAMES = ("lightning.pytorch", "pytorch_lightning")
-"""Lightning is one library under two names, with different classes.
+"""The two names under which Lightning can be imported. It is one library, but the classes of the two names differ.
 
 The name that is imported is used, else the installed one.
 """
@@ -70,7 +70,7 @@ class PlimsollCallback(_Callback):
         return self._training.handle
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Wrap the training step, when Lightning prepares to fit.
+        """Wrap the strategy's training step when Lightning prepares to fit, so that its first call applies the budget.
 
         The trained module is looked up later, when the step is called.
         """
@@ -116,7 +116,9 @@ class PlimsollCallback(_Callback):
         self._training.begin(module._forward_module, None)
 
     def _step(self, trainer: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run the training step by calling the managed module. This method replaces the strategy's ``training_step``."""
+        """Run the training step by calling a module that the budget manages. This method replaces the strategy's
+        ``training_step``.
+        """
         strategy = trainer.strategy
         # Finders of batch sizes and learning rates run the loop without callbacks, once per try.
         is_tried = self not in trainer.callbacks
@@ -142,13 +144,14 @@ class PlimsollCallback(_Callback):
             ) from error
 
     def _log_once(self, log: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        """Log what the training step logs, except in trial runs, which Plimsoll makes to measure a plan."""
+        """Pass on what the training step logs, except in trial runs, in which Plimsoll measures a plan."""
         if self.handle is None or not self.handle.is_trying:
             log(*args, **kwargs)
 
 
 class _Step(nn.Module):
-    """A LightningModule's training step as a module. It has the parts of the LightningModule, under the same names.
+    """A module whose forward is a LightningModule's training step. It has the parts of the LightningModule as children, under
+    the same names.
 
     The LightningModule itself is among this module's ``modules()``, so that its attributes are saved and restored. It is not
     among the children, because it may never be called.
@@ -169,7 +172,7 @@ class _Step(nn.Module):
 
 
 def _managed(strategy: Any) -> nn.Module:
-    """Return the module whose calls are the training steps.
+    """Return the module whose calls are training steps, so that the budget can manage it.
 
     Raises:
         InvalidModel: such a module does not exist.

@@ -28,11 +28,11 @@ REGIONS: dict[str, dict[int, int]] = {}
 """Maps a module's path and the number of its call within one forward of the model to an index into ``SAVED``."""
 
 _ATTENTION = re.compile(r"^_scaled_dot_product_(flash|efficient|cudnn|fused)_attention(_for_cpu|_overrideable)?$")
-"""Matches the kernels of fused attention. All of them are given one name."""
+"""Matches the names of fused attention kernels. All of them are given one name, so that a plan from another device fits."""
 _Place = tuple[nn.Module, str]
 _SMALL = 0.05
-"""The outputs of an op can only be saved together. An op is saved if its outputs that the plan does not keep add at most this
-share of the bytes that it keeps.
+"""A share of bytes. All outputs of an op are saved together or not at all. An op is saved if the outputs that the plan does not
+keep add at most this share to the bytes that it keeps.
 """
 
 
@@ -56,7 +56,7 @@ def apply(model: nn.Module) -> Callable[[], None]:
 
 
 class _Region:
-    """A module that runs under checkpointing. It knows the path of its submodule that is running."""
+    """A wrapper that runs a module under checkpointing, and tracks which of its submodules is running."""
 
     def __init__(self, module: nn.Module, calls: Mapping[int, int], handles: list[Any]) -> None:
         if "forward" in vars(module):
@@ -151,7 +151,9 @@ class _Policy:
 def _first(
     inner: AbstractContextManager[Any], region: _Region, policy: _Policy, buffers: dict[_Place, torch.Tensor]
 ) -> Iterator[None]:
-    """A context around a region's forward. It stores the contents that buffers had before forward wrote to them."""
+    """A context around the forward of a region (a checkpointed module). It stores the contents that buffers had before forward
+    wrote to them.
+    """
     before: dict[_Place, tuple[torch.Tensor, torch.Tensor, int]] = {}
     for owner in region.module.modules():
         for name, buffer in owner.named_buffers(recurse=False):

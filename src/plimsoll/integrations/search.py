@@ -22,13 +22,12 @@ from plimsoll.planning.step import StepIndex
 from plimsoll.units import format_bytes, format_bytes_up, parse_budget
 
 _TRIALS = 4
-"""The most plans that one search measures. Most searches need two."""
+"""How many plans one search measures at most. Most searches need two."""
 _CLOSE = 0.03
-"""The search stops if a plan leaves less than this share of the budget unused."""
+"""A share of the budget. The search stops if a plan leaves less than this share unused."""
 _GAIN = 0.003
-"""The search also stops if a new plan would save less than this share of the step.
-
-Operation times are not known more exactly.
+"""A share of the step's time. The search also stops if a new plan would save less than this share, because times of operations
+are not known more exactly.
 """
 
 
@@ -71,9 +70,9 @@ class TracedStep:
 class PlanMeter:
     """Data: how the memory of plans is measured.
 
-    ``measure`` returns the bytes of a step under the plans of its regions, and ``name`` names what counts these bytes.
-    ``unmanaged_bytes`` are the bytes that the framework itself holds from forward to backward. ``kept_bytes`` is the result of
-    ``measure`` if everything is kept, or ``None`` if it is not known.
+    ``measure`` returns the bytes of a step under the plans of its regions (modules that the plan decides about), and ``name``
+    names what counts these bytes. ``unmanaged_bytes`` are the bytes that the framework itself holds from forward to backward.
+    ``kept_bytes`` is the result of ``measure`` if everything is kept, or ``None`` if it is not known.
     """
 
     framework: str
@@ -95,7 +94,7 @@ class PlanSearch:
         if meter.kept_bytes is not None:
             self._seen.append((self.planner.loosest.peak_bytes, meter.kept_bytes))
         self._at: dict[int, Plan] = {}
-        """Maps each peak (in bytes) that was solved for to the fastest plan for this peak."""
+        """The fastest plan for each peak (in bytes) for which a plan was solved."""
 
     def run(self, budget: int | str | None) -> Plan:
         """Return the fastest plan that was measured to be within the budget. A budget of ``None`` sets no limit.
@@ -124,7 +123,7 @@ class PlanSearch:
         return msgspec.structs.replace(fitting, solve_seconds=seconds)
 
     def _room(self, budget_bytes: int | None) -> int | None:
-        """Return the peak to plan for in the planner's own prediction, so that the measured peak meets the budget. ``None``
+        """Return the peak, as the planner predicts it, to plan for, such that the measured peak meets the budget. ``None``
         means no limit.
 
         It is interpolated between the nearest measurements below and above the budget, if there are both.
@@ -151,7 +150,7 @@ class PlanSearch:
     def _choose(self, room_bytes: int | None) -> Plan:
         """Return the plan that is fastest by the planner's model, with a peak of at most ``room_bytes``.
 
-        To hold fewer bytes may take less time, so plans for smaller peaks are made as well.
+        Holding fewer bytes may also take less time, so plans for smaller peaks are made as well.
         """
         planner = self.planner
         room = planner.loosest.peak_bytes if room_bytes is None else room_bytes
@@ -164,7 +163,9 @@ class PlanSearch:
         return min(usable, key=lambda each: (each.predicted_seconds, each.predicted_peak_bytes))
 
     def _timed(self, found: Plan) -> Plan:
-        """Return the plan with corrected seconds: the time that holding bytes takes is added, with the plan and without it."""
+        """Return the plan with corrected seconds: the time for holding bytes is added to the step with the plan and to the step
+        without it.
+        """
         decisions = (each for region in found.regions for each in region.decisions)
         held = sum(each.bytes for each in decisions if each.decision is Decision.KEEP)
         price = self.step.store_seconds_per_byte
@@ -180,7 +181,7 @@ class PlanSearch:
         return self.measured[_key(found)]
 
     def _floor(self, budget_bytes: int) -> Plan:
-        """Return the plan with the lowest peak. If it is not within the budget, raise an error."""
+        """Return the plan with the lowest measured peak. If that exceeds the budget, raise an error."""
         lowest = self._timed(lowest_known(self.planner))
         taken = self._measure(lowest)
         smallest = min(self.measured.values())

@@ -109,7 +109,7 @@ def compare(step: Callable[..., Any], *args: Any, ways: Mapping[str, Callable[..
     """Compare several ways to run one step: the bytes that a run allocates, the seconds of a gradient, and the gradients.
 
     Args:
-        step: the unmanaged step; returns a scalar.
+        step: the step without a plan; returns a scalar.
         args: tensors.
         ways: by name, the same step under plans (``ptf.wrap``) or written otherwise.
         steps: timed rounds; in each, every way runs once.

@@ -101,7 +101,7 @@ def _policy() -> type:
 
 
 def _calling_trainer() -> Any:
-    """Return the nearest trainer in the call stack, because torchtitan passes a policy only the model.
+    """Return the nearest trainer in the call stack. It is looked up there because torchtitan passes a policy only the model.
 
     Raises:
         InvalidOption: the policy is applied outside of a trainer.

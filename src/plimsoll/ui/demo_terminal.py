@@ -93,7 +93,7 @@ def render_story(story: Story) -> RenderableType:
 
 
 def tell(story: Story) -> str:
-    """Return the summary of the demo in three sentences, from the results in ``story``."""
+    """Return a summary of the demo's results in three sentences."""
     plan, receipt = story.plan, story.receipt
     first = (
         f"Plain training needs {_bytes(receipt.measured_baseline_peak_bytes)} at its peak, "
@@ -126,7 +126,9 @@ def draw_spark(numbers: list[float], *, width: int = 20) -> str:
 
 
 def _dropped(plan: Plan) -> tuple[int, int]:
-    """Return the bytes that the plan recomputes, and all bytes that forward saves in the managed regions without a plan."""
+    """Return the bytes that the plan recomputes, and all bytes that forward saves in the managed regions (modules that the plan
+    decides about) without a plan.
+    """
     decisions = [decision for region in plan.regions for decision in region.decisions]
     dropped = sum(decision.bytes for decision in decisions if decision.decision is Decision.RECOMPUTE)
     return dropped, sum(decision.bytes for decision in decisions)

@@ -1,8 +1,8 @@
-"""The content of an artifact, independent of its rendering: a headline, and sections of text, tables and charts.
+"""The content of an artifact (a saved result, such as a plan), independent of how it is shown: a headline, and sections of
+text, tables and charts.
 
-An artifact is a saved result, such as a plan or a receipt. A view (``ui/views``) makes a document from an artifact.
-``ui/terminal``, ``ui/plain`` and ``ui/html`` render documents. A document is plain text and plain data. Renderers do the
-escaping, colours and columns.
+A view (``ui/views``) makes a document from an artifact. ``ui/terminal``, ``ui/plain`` and ``ui/html`` render documents. A
+document is plain text and plain data. Renderers do the escaping, colours and columns.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from plimsoll.units import format_bytes
 
 T = TypeVar("T")
 UNKNOWN = "–"
-"""The text that a table cell shows if its value is unknown."""
+"""The text that a table cell shows if its figure is unknown."""
 _MOST_ROOM = 2.0
-"""If the budget is more than this many times the peak memory, a memory chart does not draw the budget."""
+"""A factor. If the budget is more than this many times the peak memory, a memory chart does not draw the budget."""
 
 
 class Tone(enum.StrEnum):
@@ -143,7 +143,8 @@ class Checks:
 
 @dataclass(frozen=True, slots=True)
 class Fold:
-    """A document element: further elements that a web page hides until the reader clicks on their title.
+    """A document element that groups further elements under a title. A web page hides them until the reader clicks on the
+    title.
 
     A printed page and a terminal show the elements. Text output skips a fold with ``is_detail`` unless details are requested.
     """
@@ -275,7 +276,8 @@ class Section:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """The model, batch and device that a document is about, as far as its artifact names them. Unknown texts are empty.
+    """Data: the model, batch and device that a document (the content of one saved result) is about, as far as the result names
+    them. Unknown texts are empty.
 
     A page combines only documents about the same model and batch. ``fingerprint`` is a digest of the model's structure, and
     ``signature`` names the shapes and dtypes of the batch.
@@ -296,7 +298,7 @@ _OF_SUBJECTS = ("model", "fingerprint", "signature", "device", "budget_bytes")
 
 
 def subject_of(artifact: Reportable, *, label: str = "", origins: Mapping[str, str] | None = None) -> Subject:
-    """Read the subject of an artifact from its fields.
+    """Read from an artifact (a saved result) which model, batch and device it is about.
 
     ``origins`` says where the artifact's figures come from; by default, these are the versions that the artifact stores.
     """
@@ -340,7 +342,10 @@ class Document:
 
 
 def opened(elements: Sequence[Element], *, with_details: bool) -> Iterator[Element]:
-    """Yield the elements that text output shows. Folds with ``is_detail`` are left out unless ``with_details`` is set."""
+    """Yield the elements of a document that text output shows.
+
+    Folds (groups of elements under a title) with ``is_detail`` are left out unless ``with_details`` is set.
+    """
     for element in elements:
         if with_details or not (isinstance(element, Fold) and element.is_detail):
             yield element

@@ -1,4 +1,6 @@
-"""Renders a document as plain text, as for ``print(plan)``. Lines are not wrapped, so that the text can be searched."""
+"""Renders a document (the content of a saved result) as plain text, as for ``print(plan)``. Lines are not wrapped, so that the
+text can be searched.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ _INDENT = "  "
 
 
 def render_plain(document: Document, *, with_details: bool = False) -> str:
-    """Return a document as plain text.
+    """Return a document (the content of a saved result) as plain text.
 
     Args:
         document: the content of an artifact.
@@ -26,7 +28,9 @@ def render_plain(document: Document, *, with_details: bool = False) -> str:
 
 
 def summarize(document: Document) -> str:
-    """Return the first lines of a document as plain text, and a line that says how to see the rest."""
+    """Return the first lines of a document (the content of a saved result) as plain text, and a line that says how to see the
+    rest.
+    """
     return "\n".join([document.headline, *_indented([*document.lines, "print() shows the whole."])])
 
 

@@ -1,4 +1,6 @@
-"""Renders a document on a terminal: colours for success and failure, bars, and a picture of memory over the step."""
+"""Renders a document (the content of a saved result) on a terminal: colours for success and failure, bars, and a picture of
+memory over the step.
+"""
 
 from __future__ import annotations
 
@@ -177,7 +179,7 @@ def render_artifact(artifact: Artifact, *, with_details: bool = False) -> Render
 
 
 def render_document(document: Document, *, with_details: bool = False) -> RenderableType:
-    """Render the headline, the sections and the notes of a document for a terminal."""
+    """Render the headline, the sections and the notes of a document (the content of a saved result) for a terminal."""
     title = Text.assemble((document.source, "bold"), f" {document.subject}: ", (document.word, _STYLES[document.tone]))
     parts: list[RenderableType] = [
         _Words(title, hang=2, is_headline=True),

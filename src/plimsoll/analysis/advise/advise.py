@@ -78,8 +78,8 @@ def advise(
         loss: as for ``plimsoll.plan``.
         optimizer: as for ``plimsoll.plan``; without it, the optimizer's state and its step are not counted.
         regions: as for ``plimsoll.plan``.
-        device_profile: advise for a device from the catalogue that is not in this machine. Then only recomputation is
-            planned, and nothing is run.
+        device_profile: advise for a device from the catalogue that is not in this machine. Then only recomputation is planned,
+            and nothing is run.
         allow: what plans may do: any of ``recompute``, ``compress`` and ``offload``.
         max_error: the relative error of the gradient that plans may cause (``0.01`` or ``"1%"``).
         host_budget: bytes that offloaded values may occupy.
@@ -191,7 +191,7 @@ def advise(
 def _ask(task: TrainingTask, trace: Trace, unmanaged: Plan, limit_seconds: float, report: Progress) -> Capture:
     """Ask torch.compile which part of the step it would capture, and return its answer.
 
-    This runs the unmanaged step, so torch.compile is not asked if that step does not fit.
+    This runs the step without a plan, so torch.compile is not asked if that step does not fit.
     """
     needed, device = unmanaged.baseline_peak_bytes, next(task.model.parameters()).device
     obstacle = ""
@@ -221,7 +221,9 @@ def _budget_bytes(budget: Budget, costs: Costs, trace: Trace) -> int | None:
 def _words(
     device_profile: str | None, regions: Sequence[str] | None, host_budget: int | str | None, link: str | None
 ) -> tuple[str, ...]:
-    """Return options for the command ``plimsoll plan`` that set the same limits as this advice has."""
+    """Return options for the command ``plimsoll plan`` that set the same limits (regions, host budget, link, device) as this
+    advice.
+    """
     words = [] if device_profile is None else [f"--device-profile {device_profile}"]
     words += [f"--regions {shlex.quote(pattern)}" for pattern in regions or ()]
     if host_budget is not None:
@@ -241,7 +243,7 @@ def _notes(trace: Trace, *, has_optimizer: bool) -> tuple[str, ...]:
 
 
 def _refuse_other(what: str, found: str, own: str) -> None:
-    """Raise if a receipt or a verdict is about another model or another batch.
+    """Raise if a receipt (the result of ``plimsoll.verify``) or a verdict is about another model or another batch.
 
     Raises:
         PlanMismatch: the fingerprints or the signatures differ; the message shows both.

@@ -32,9 +32,10 @@ recomputation reaches). They are at these shares of the way down."""
 _LOSSY = "int8"
 """The name of a well-known lossy codec. A plan that uses it throughout is shown as a candidate if an error is tolerated."""
 _CHEAP = 0.01
-"""An overhead up to this share of the step is negligible. The smallest peak that a plan reaches with such an overhead is
-preferred to the knee with a larger peak. The knee is the point of the frontier that is farthest below the line between both
-ends."""
+"""A share of the step time: extra time up to this share is negligible. If a plan with so little extra time has a smaller peak
+than the knee, that peak is preferred. The knee is the point of the curve of time against peak that is farthest below the line
+between both ends.
+"""
 _DECISIONS = {"compress": Decision.COMPRESS, "offload": Decision.OFFLOAD}
 
 
@@ -58,7 +59,7 @@ class CandidateMaker:
     def knee_text(self) -> str:
         """Return, as text for a budget, the peak at the knee of the frontier (the curve of least step time against peak).
 
-        If plans can hardly lower the unmanaged peak, return the unmanaged peak.
+        If plans can hardly lower the peak without a plan, return the peak without a plan.
         """
         unmanaged = self.unmanaged
         knee = find_knee(unmanaged.frontier, unmanaged.baseline_seconds)
@@ -92,7 +93,7 @@ class CandidateMaker:
         return made
 
     def _with_forms(self, wish: Wish) -> list[Made]:
-        """Return candidate plans that may compress, offload, or do both, in addition to recomputation.
+        """Return candidate plans that may compress, offload, or do both, in addition to recomputing values.
 
         Only what the user allowed is tried. ``wish`` has the limits that a plan must keep to.
         """

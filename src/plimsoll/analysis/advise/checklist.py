@@ -32,18 +32,18 @@ _NO_RECEIPT = "no receipt was given"
 _SAYS_NOTHING = (Ruling.UNDECIDED, Ruling.BASELINE_DIVERGED)
 """Rulings of a probe (trainings without and with the plan) that say neither that the plan is good nor that it does harm."""
 _RIGHT_GRADIENTS = (ReceiptVerdict.OVER_BUDGET, ReceiptVerdict.OVER_PREDICTION)
-"""Verdicts of a receipt (the result of ``plimsoll.verify``) that are failures, but for other reasons than wrong gradients."""
+"""Verdicts of a receipt (the result of ``plimsoll.verify``) that mean failure, although the gradients were right."""
 _FUSED = "scaled_dot_product"
 _MASK_SHARE = 4
-"""A saved tensor counts as an attention matrix if its bytes times this number reach the bytes of the largest tensor between the
-two products.
+"""A factor. A saved tensor counts as an attention matrix if its bytes times this factor reach the bytes of the largest tensor
+between attention's two matrix products.
 
-A dropout mask has one byte for each four bytes of the attention matrix; smaller tensors between the products are not matrices.
+A dropout mask has one byte for each four bytes of the attention matrix; smaller tensors between the products are neither.
 """
 _Judged = tuple[CheckOutcome, str, str]
 """The result of judging one item: the outcome of the check, the evidence in words, and what the user should do next."""
 _Checks = Sequence[tuple[str, str, Callable[["StepEvidence"], _Judged]]]
-"""A list of items to judge. Each entry has the item's name, its title, and the function that judges the item."""
+"""A list of items to judge. Each entry has an item's name, its title, and the function that judges it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,8 +51,9 @@ class StepEvidence:
     """The evidence for the checklist and the failure modes, as data: the traced step, its plans, and the user's receipt and
     verdict.
 
-    ``made`` begins with the unmanaged plan. ``items`` is the number of tokens or examples in one batch, and ``items_name`` says
-    which. ``target`` is the step's name in commands. ``receipt`` and ``verdict`` belong to this model and step.
+    ``made`` begins with the plan that keeps everything. ``items`` is the number of tokens or examples in one batch, and
+    ``items_name`` says which. ``target`` is the step's name in commands. ``receipt`` and ``verdict`` belong to this model and
+    step.
     """
 
     index: StepIndex
@@ -74,7 +75,9 @@ class StepEvidence:
 
     @property
     def receipt_name(self) -> str:
-        """Return a text that names the plan which the user's receipt verified: ``strategy auto at 300.0 MiB``."""
+        """Return a text that names the plan which the user's receipt (the result of ``plimsoll.verify``) verified, such as
+        ``strategy auto at 300.0 MiB``.
+        """
         assert self.receipt is not None
         if self.receipt.strategy == OWN:
             return "the model's own method"
@@ -84,7 +87,8 @@ class StepEvidence:
 
     @property
     def receipt_seconds(self) -> tuple[float, float] | None:
-        """Return two numbers from the receipt: the measured seconds of the step without the plan and with it.
+        """Return two numbers from the receipt (the result of ``plimsoll.verify``): the measured seconds of the step without the
+        plan and with it.
 
         ``None`` unless the receipt has both.
         """
@@ -312,8 +316,8 @@ def _bubbles(_: StepEvidence) -> _Judged:
 def _savings(evidence: StepEvidence) -> _Judged:
     """Judge a failure mode: the plan saves less memory than expected.
 
-    With a receipt, compare the measured peak with the predicted peak. Without one, compare the reduction of the peak with the
-    bytes that the plan frees between forward and backward.
+    With a receipt (the result of ``plimsoll.verify``), compare the measured peak with the predicted peak. Without one, compare
+    the reduction of the peak with the bytes that the plan frees between forward and backward.
     """
     receipt, plan = evidence.receipt, evidence.managing
     if receipt is not None:

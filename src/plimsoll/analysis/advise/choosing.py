@@ -22,14 +22,16 @@ class Made:
     name: str
     plan: Plan
     refused: str = ""
-    """Why the plan did not use the codecs and links that were allowed; empty if it used some, or if none were offered."""
+    """Why the plan did not use the codecs and links (ways to compress or offload) that were allowed; empty if it used some, or
+    if none were offered.
+    """
     is_point: bool = False
     """Whether the plan only shows what another peak would cost. Such a plan is a point of the frontier, and is never chosen."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wish:
-    """Data: what the user demands of a plan, its largest peak and gradient error, and options for the command that makes it."""
+    """Data: what the user demands of a plan: its largest peak and gradient error, and options for the command that makes it."""
 
     limit_bytes: int
     """The largest allowed peak in bytes: the budget, or the peak at the frontier's knee for a step without a budget."""
@@ -58,8 +60,8 @@ def choose(made: Sequence[Made], wish: Wish) -> Made | None:
     """Return the best plan for the wish (the limits on peak and gradient error); ``None`` if no plan is eligible.
 
     A plan is eligible if it keeps to the limit and to the tolerated error. The fastest eligible plan wins. Plans that are
-    slower by at most 1% of the unmanaged step count as equally fast; among them the simplest wins: nothing, then recomputation,
-    then other forms.
+    slower by at most 1% of the step without a plan count as equally fast; among them the simplest wins: keeping everything,
+    then recomputing, then compressing or offloading.
     """
     eligible = [entry for entry in made if not entry.is_point and not wish.obstacle(entry.plan)]
     if not eligible:
@@ -73,7 +75,7 @@ def choose(made: Sequence[Made], wish: Wish) -> Made | None:
 def _complexity(plan: Plan) -> int:
     """Return how complex a plan is, as a number from 0 to 4, to prefer simple plans among equally fast ones.
 
-    0 does nothing, 1 recomputes, 2 uses lossless codecs, 3 offloads, 4 uses lossy codecs.
+    0 keeps everything, 1 recomputes, 2 uses lossless codecs, 3 offloads, 4 uses lossy codecs.
     """
     decisions = {decision.decision for region in plan.regions for decision in region.decisions}
     if not plan.is_lossless:
@@ -86,7 +88,7 @@ def _complexity(plan: Plan) -> int:
 
 
 def describe(made: Sequence[Made], chosen: Made | None, wish: Wish) -> tuple[Candidate, ...]:
-    """Return one row for each candidate plan: its predicted figures, and why it was chosen or not."""
+    """Return one row for each candidate plan: its predicted figures, and why it was chosen or rejected."""
     return tuple(
         Candidate(
             name=entry.name,
@@ -141,7 +143,8 @@ def _is_worse(plan: Plan, other: Plan) -> bool:
 
 
 def recommend(made: Sequence[Made], chosen: Made | None, bottleneck: Bottleneck, wish: Wish) -> Recommendation:
-    """Return the recommendation: one headline and a few reasons. ``chosen`` is the plan to recommend.
+    """Return the recommendation that ``plimsoll.advise`` gives: one headline and a few reasons. ``chosen`` is the plan to
+    recommend.
 
     Without a budget, it recommends to look elsewhere if recomputation can remove less than the share ``LITTLE`` of the peak.
     """

@@ -1,8 +1,8 @@
 """Finds out what ``torch.compile`` would capture of one training step, at which lines the capture breaks, and why.
 
-The step runs once under our own Dynamo backend, which executes every graph op by op and records the ops. Nothing is compiled
-to kernels, and the model and Dynamo's settings are restored. An op in backward counts as captured if its autograd node was made
-inside a graph: autograd numbers nodes in the order of forward, so a graph's nodes are a range of numbers.
+The step runs once under a Dynamo backend of Plimsoll, which executes every graph op by op and records the ops. Nothing is
+compiled to kernels, and the model and Dynamo's settings are restored. An op in backward counts as captured if its autograd node
+was made inside a graph: autograd numbers nodes in the order of forward, so a graph's nodes are a range of numbers.
 
 Known weakness: Dynamo's caches are emptied before and after, because a frame that Dynamo once skipped would stay skipped. So
 functions that were compiled before are compiled again at their next call. The time limit is checked between frames, graphs and
@@ -44,9 +44,9 @@ from plimsoll.tracing.torch_internals import current_autograd_node, sequence_num
 _MARK = "_is_torch_compile"
 """The name of the attribute that torch.compile sets on a module that it compiles."""
 _UNKNOWN = "Unknown"
-"""The start of Dynamo's reason when it restarts a frame because of a function that the frame calls."""
+"""The start of the reason that Dynamo gives when it has to trace a frame again because of a function that the frame calls."""
 _IN_A_CALL = "step_unsupported"
-"""Dynamo's reason for a line with a call that Dynamo cannot capture.
+"""The reason that Dynamo gives for a line with a call that it cannot capture.
 
 The break inside the called function is listed separately.
 """
@@ -209,7 +209,8 @@ class _Recorder:
 
 
 class _Watch(TorchDispatchMode):
-    """A dispatch mode that, before each op, calls ``check_time`` and passes the op's key to ``note``.
+    """A dispatch mode that watches the ops of a step: before each op, it calls ``check_time`` and passes the op's key to
+    ``note``.
 
     It then runs the op unchanged.
     """
@@ -226,7 +227,8 @@ class _Watch(TorchDispatchMode):
 
 @contextlib.contextmanager
 def _unmarked(model: nn.Module) -> Iterator[None]:
-    """A context for a block that compiles a module. When it ends, the attribute that torch.compile sets on a module is removed.
+    """A context for a block that compiles a module. When the block ends, the attribute that torch.compile has set on the module
+    is removed.
 
     If the attribute was there before the block, it is put back.
     """

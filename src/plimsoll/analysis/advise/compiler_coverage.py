@@ -108,7 +108,7 @@ def _captured_backward(trace: Trace, capture: Capture) -> set[int]:
 
 
 def _aligned(trace: Trace, ticks: Sequence[int], keys: Sequence[str]) -> list[tuple[int, int]]:
-    """Find which ops of the trace are the ops that the compiler recorded, and return them as ascending pairs.
+    """Find which ops of the trace are the ops that the compiler recorded, and return pairs of positions in ascending order.
 
     A pair has a position in ``ticks`` (ops of the trace) and the position of the same op in ``keys`` (recorded ops).
     """

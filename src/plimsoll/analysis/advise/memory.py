@@ -1,5 +1,5 @@
-"""Says which part of memory makes up most of the unmanaged peak, what would lower the peak other than a plan, and what each
-layer saves and takes.
+"""Says which part of memory makes up most of the peak without a plan, what would lower the peak other than a plan, and what
+each layer saves and takes.
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ from plimsoll.artifacts.trace import Phase, Trace
 from plimsoll.units import format_bytes
 
 LITTLE = 0.1
-"""A share of the unmanaged peak. If recomputation can remove less than this share, the advice is not to manage activations."""
+"""A share of the peak without a plan. If recomputation can remove less than this share, the advice is not to manage
+activations.
+"""
 _LARGE = 0.25
-"""Sharding is listed as a remedy if parameters, gradients, optimizer state, buffers and batch are together at least this share
-of the peak.
+"""A share of the peak. Sharding is listed as a remedy if parameters, gradients, optimizer state, buffers and batch together are
+at least this share.
 """
 _WORTHWHILE = 0.05
 """A share of the peak. A change to the loss or the optimizer is listed as a remedy if it lowers the peak by more than this
@@ -34,7 +36,7 @@ _RANKS = 8
 
 
 def find_bottleneck(trace: Trace, unmanaged: Plan, changes: Sequence[Change] = ()) -> Bottleneck:
-    """Return what makes up the unmanaged peak: its parts, the largest group of parts, and ways to lower it without a plan.
+    """Return what makes up the peak without a plan: its parts, the largest group of parts, and ways to lower it without a plan.
 
     ``unmanaged`` is the plan ``none``; its floor is the smallest peak that recomputation reaches. ``changes`` are changes to
     the loss and the optimizer, with their replayed peaks.

@@ -1,4 +1,5 @@
-"""Turns a profile into a ledger: which work each instant of the steps belongs to, and what the host did in idle time.
+"""Turns a profile into a ledger: which piece of work each instant of the profiled steps belongs to, and what the host did while
+the device was idle.
 
 ``_HostAccounts`` counts CPU ops, for traces without device activity. ``_DeviceAccounts`` counts the work of one device.
 """
@@ -42,7 +43,7 @@ _MOVES_NOTHING = re.compile(
     r"|to|resize_|unflatten|flatten|contiguous|item|_local_scalar_dense|is_nonzero|movedim|diagonal|_reshape_alias"
     r"|lift_fresh|set_|view_as|expand_as|unfold|split_with_sizes|new_empty|new_empty_strided)"
 )
-"""Matches the names of ops that only return a view, read metadata or allocate a tensor, so that they do not move data."""
+"""Matches the names of ops that do not move data: they only return a view, read metadata or allocate a tensor."""
 
 _Piece = tuple[int, int, int, int]
 """One piece of time on a device or thread: its start and end in nanoseconds, its rank (where pieces overlap, the lowest rank
@@ -307,7 +308,7 @@ def _kind_of(span: DeviceSpan) -> WorkKind:
 
 
 def _computing_ops(nesting: Nesting) -> list[bool]:
-    """Return a list that says for each span whether it is an innermost op that computes.
+    """Return a list with one bool for each span (named interval of a trace): whether it is an innermost op that computes.
 
     Ops that make views or allocate do not compute.
     """

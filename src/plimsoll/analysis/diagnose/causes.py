@@ -1,4 +1,5 @@
-"""Splits the overhead between two ledgers into causes; the parts add up to it exactly.
+"""Splits the time that a plan adds to a step into causes, by comparing two ledgers (records of where the time went). The parts
+add up to the added time exactly.
 
 Every nanosecond of either side is assigned to one cause. A part is the difference between the two sides' sums per step. Let m
 be the baseline's median time of the same work (same name and, if both traces have shapes, same shape) in the same phase:
@@ -75,7 +76,7 @@ class _Rules:
         return (work.name, work.shape if self._has_shapes else "")
 
     def causes(self, work: WorkPiece) -> Iterable[tuple[OverheadCause, float]]:
-        """Return the causes of overhead that a piece of work counts for, each with its nanoseconds."""
+        """Return the causes of overhead to which a piece of work contributes, each with its nanoseconds."""
         key = self.key(work)
         is_recomputed = work.phase is WorkPhase.RECOMPUTE
         if work.kind is WorkKind.GRAPH:
@@ -91,7 +92,7 @@ class _Rules:
         return ((self._cause_of(work, is_recomputed=is_again), reference), (slower, work.own_ns - reference))
 
     def _cause_of(self, work: WorkPiece, *, is_recomputed: bool) -> OverheadCause:
-        """Return the cause that gets the time of a piece of work, because the work runs at all.
+        """Return the cause of overhead for the time that a piece of work takes because it runs at all.
 
         Recomputed work that the baseline does not have may be a part of a kernel that is fused in the baseline.
         """

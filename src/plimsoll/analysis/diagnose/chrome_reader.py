@@ -105,7 +105,8 @@ class _Trace(msgspec.Struct):
 
 
 def read_chrome(path: Path) -> Profile:
-    """Read a trace of ``torch.profiler``, which may be compressed with gzip, and return it in the common form.
+    """Read a trace of ``torch.profiler``, which may be compressed with gzip, and return it as a `Profile`, the form that all
+    readers return.
 
     Raises:
         InvalidTrace: the file is unreadable, empty, truncated, or not a trace of ``torch.profiler``.

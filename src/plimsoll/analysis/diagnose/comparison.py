@@ -138,8 +138,8 @@ def _forward_counts(ledger: Ledger, other: Ledger) -> Counter[str]:
     """Return a mapping from each forward op to how often it runs per step. The key is its name and, if both traces have shapes,
     its shape.
 
-    If only one side is compiled, fusion removes and adds element-wise ops. Then only matrix products, convolutions and
-    attention are counted, which fusion does not change.
+    If only one of the two steps is compiled, fusion removes and adds element-wise ops. Then only matrix products, convolutions
+    and attention are counted, which fusion does not change.
     """
     has_shapes = ledger.has_shapes and other.has_shapes
     is_compiled, is_other_compiled = (any(work.is_fused for work in each.work) for each in (ledger, other))
@@ -217,9 +217,9 @@ def _phase_use(ledger: Ledger, phase: WorkPhase) -> PhaseUse:
 
 
 def _read_signs(baseline: Side, plan: Side, unit: WorkUnit) -> list[WarningSign]:
-    """Return all warning signs.
+    """Return all warning signs, such as long idle gaps.
 
-    Each compares a figure of the plan's profile with a threshold, and says whether it is beyond.
+    Each compares a figure of the plan's profile with a threshold, and says whether the figure is beyond it.
     """
     where, before, after = "per step", baseline.count, plan.count
     if baseline.kernels_per_layer and plan.kernels_per_layer:

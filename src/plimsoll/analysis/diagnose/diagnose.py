@@ -47,7 +47,9 @@ _IN_KERNELS = (
 )
 _SQLITE_MAGIC = b"SQLite format 3\x00"
 _WARMUPS = 2
-"""Steps to run before timing. In the first managed step the engine records; from the second step on, all steps are alike."""
+"""Steps to run before timing. In the first step under a plan, Plimsoll records ops; from the second step on, all steps are
+alike.
+"""
 
 
 @overload

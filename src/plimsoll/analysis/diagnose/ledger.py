@@ -46,7 +46,7 @@ class WorkPiece(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     step: int
     own_ns: int
     is_counted: bool = True
-    """Whether the piece counts as a piece that computes.
+    """Whether the piece counts when pieces of work are counted, because it computes.
 
     A CPU op that only makes views, or only calls other ops, takes time but is not counted.
     """
@@ -54,7 +54,7 @@ class WorkPiece(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     @property
     def is_fused(self) -> bool:
-        """Whether this piece of work is a kernel that a compiler made out of several ops."""
+        """Whether this piece of work is one kernel that a compiler made out of several ops."""
         return bool(_FUSED.search(self.name))
 
     @property

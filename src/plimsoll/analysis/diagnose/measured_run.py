@@ -41,7 +41,9 @@ _PRODUCTS = re.compile(r"gemm|xmma|cutlass|matmul|nvjet|flash|fmha|attention|con
 _COLLECTIVES = re.compile(r"nccl|rccl", re.IGNORECASE)
 _BYTES, _SECONDS, _RATE = "bytes", "seconds", "per second"
 _MOST_CORRECTION = 4.0
-"""If the device is faster or slower than its figures by more than this factor, the run was probably another job."""
+"""A factor. If the device seems faster or slower than its catalogue figures by more than this factor, the run was probably
+another job.
+"""
 _ROUNDED = 0.005
 """The least error bar, as a share of the estimate: people write figures with three digits, so even an exact figure may differ
 by this.
@@ -71,7 +73,7 @@ class RunFigures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 def set_beside(estimate: Estimate, run: RunFigures, path: Path) -> Estimate:
-    """Return the estimate with the run's measured figures next to the estimated figures.
+    """Return the estimate together with the run's measured figures, for a comparison figure by figure.
 
     Args:
         estimate: of the job that was run.

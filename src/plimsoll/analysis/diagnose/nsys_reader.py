@@ -41,16 +41,16 @@ _PATIENCE_SECONDS = 2.0
 _SLOWEST_BYTES_PER_SECOND = 1e6
 """The time limit for reading assumes this speed; an export is normally read twenty times as fast."""
 _STEPS = 100_000
-"""SQLite checks the time limit each time its virtual machine has run this many instructions."""
+"""The number of instructions of SQLite's virtual machine after which the time limit is checked again."""
 _MOST_BYTES = 8 * GIB
 _MOST_TEXT = 16 * MIB
 _MOST_INTEGER = 2**63
 _DIGITS = 18
-"""Only this many digits of a sequence number are read, so that it fits in 63 bits."""
+"""The number of digits of a sequence number that are read, so that it fits in 63 bits."""
 
 
 def read_nsys(path: Path) -> Profile:
-    """Read an export that ``nsys export --type sqlite`` wrote, and return it in the common form.
+    """Read an export that ``nsys export --type sqlite`` wrote, and return it as a `Profile`, the form that all readers return.
 
     Raises:
         InvalidTrace: the file is not a database, is damaged, comes from another program, or lacks a timeline.

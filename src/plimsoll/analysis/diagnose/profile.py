@@ -198,7 +198,7 @@ def owned_ns(pieces: Sequence[tuple[int, int, int]]) -> list[int]:
 
 
 class Nesting:
-    """The trees of spans that enclose each other, one tree per thread.
+    """Finds which spans (named intervals of a trace) enclose each other: one tree of spans for each thread.
 
     ``spans`` are sorted by start, and an enclosing span comes before the spans inside it. ``parents`` holds the index of each
     span's innermost enclosing span, or -1. If a clock is coarse, a span may end after its parent; ``ends`` cuts it there.
@@ -221,7 +221,7 @@ class Nesting:
             self._on_thread.setdefault(span.thread, []).append(index)
 
     def innermost(self, thread: str, at_ns: int) -> int:
-        """Return the index of the innermost span that is open on the thread at that moment, or -1."""
+        """Return the index of the innermost span (named interval) that is open on the thread at that moment, or -1."""
         indices = self._on_thread.get(thread, [])
         position = bisect_right(indices, at_ns, key=lambda index: self.spans[index].start_ns) - 1
         index = indices[position] if position >= 0 else -1
@@ -230,7 +230,8 @@ class Nesting:
         return index
 
     def own_segments(self) -> list[list[Interval]]:
-        """Return, for each span, the intervals of the span's own time: while none of its child spans runs.
+        """Return, for each span (named interval), the times that belong to the span itself, because none of its child spans
+        runs.
 
         Time of runtime calls counts as the parent's own time.
         """

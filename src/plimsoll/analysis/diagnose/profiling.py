@@ -33,7 +33,9 @@ from plimsoll.tracing.meters.timing import wait_for_device
 _STEP_PREFIX = "plimsoll.step: "
 _US = 1e6
 _RUN_PER_KEPT = 2
-"""On a CPU, this many rounds are run for each round that is kept; the rounds that other programs disturbed least are kept."""
+"""On a CPU, the number of rounds that are run for each round that is kept. The rounds that other programs disturbed least are
+kept.
+"""
 _MARGIN_US = 0.5
 
 

@@ -45,7 +45,9 @@ _OPTIMIZER_FORMS: dict[str, dict[str, object]] = {
     "foreach=False": {"foreach": False, "fused": None},
     "fused=True": {"foreach": None, "fused": True},
 }
-"""Variants of torch's optimizers to try. It maps the name of a variant to the arguments that the optimizer gets for it."""
+"""Variants of torch's optimizers to try, such as ``foreach=False``. Each name of a variant is mapped to the optimizer's
+arguments.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +77,7 @@ class ExplainedStep:
             return self.watch(self.task.batch)
 
     def trace(self, batch: Any) -> Trace:
-        """Trace the step by regions, without the model's own way to save memory.
+        """Trace the step with its regions (the modules that a plan decides about), without the model's own way to save memory.
 
         Parts that torch.compile compiled are traced as the kernels that they run.
         """
@@ -101,18 +103,18 @@ class ExplainedStep:
 class PeakSubject:
     """Data: the step whose peak is to be lowered.
 
-    It has the step's trace, the engine's choices in it, and the recorded run without a plan.
+    It has the step's trace, the choices of what each region keeps and recomputes, and the recorded run without a plan.
     """
 
     trace: Trace
     watched: WatchedStep | None = None
     """The recorded run without a plan. If it is absent, each trainable parameter is assumed to get a gradient."""
     is_managed: bool = False
-    """Whether the step saves memory already, through the model's own checkpointing or through a plan that the engine carries
-    out."""
+    """Whether the step saves memory already, through the model's own checkpointing or through a plan."""
     choose: Choose | None = None
-    """A function that returns the engine's choices (what each region keeps and recomputes) for a trace. ``None`` means that the
-    engine does nothing, and ``trace`` is ``watched.trace``."""
+    """A function that returns the choices (what each region keeps and recomputes) for a trace. ``None`` means that nothing is
+    recomputed, and ``trace`` is ``watched.trace``.
+    """
 
 
 class Changes:
@@ -125,7 +127,9 @@ class Changes:
         self._found: list[Change] = []
         self._unsupported: list[Unsupported] = []
         self.notes: tuple[str, ...] = ()
-        """Sentences about what plans of this model keep and which regions read values of tensors."""
+        """Sentences about what plans of this model keep and which regions (modules that the plan decides about) read values of
+        tensors.
+        """
 
     def ranked(self) -> tuple[tuple[Change, ...], tuple[Unsupported, ...]]:
         """Try all changes, and return them with their peaks, the largest reduction of the peak first.

@@ -71,7 +71,8 @@ class PeakView:
 
 
 def place_of(label: str, regions: Sequence[str]) -> str:
-    """Return the place that a label of the trace belongs to: the region that contains it, else its module, else the label.
+    """Return the place that a label of the trace belongs to: the region (a module that the plan decides about) that contains
+    it, else its module, else the label.
 
     Example:
         >>> place_of("model.layers.0.mlp::mul#0", ["model.layers.0"])
@@ -190,17 +191,17 @@ def explain(
 ) -> Explanation:
     """Find the peak of a training step, the tensors that hold it, and the changes that would lower it, with bytes.
 
-    Without a ``strategy``, the step is run once with the model's own way to save memory (``torch.utils.checkpoint``,
-    selective checkpointing, offloading contexts), and once with that switched off. With a ``strategy``, the step is traced
-    and the strategy is simulated. The effect of a change on the peak comes from a replay of the step's events with the change,
-    not from a rule. Model, gradients, buffers, optimizer and random state are restored.
+    Without a ``strategy``, the step is run once with the model's own way to save memory (``torch.utils.checkpoint``, selective
+    checkpointing, offloading contexts), and once with that switched off. With a ``strategy``, the step is traced and the
+    strategy is simulated. The effect of a change on the peak comes from a replay of the step's events with the change, not from
+    a rule. Model, gradients, buffers, optimizer and random state are restored.
 
     Args:
-        model: any PyTorch model, on its device (or on the meta device), in its training mode. It may be eager, or compiled
-            by torch.compile; then its compiled parts are explained as kernels, compared with the same step op by op.
+        model: any PyTorch model, on its device (or on the meta device), in its training mode. It may be eager, or compiled by
+            torch.compile; then its compiled parts are explained as kernels, compared with the same step op by op.
         batch: a tensor (one argument), a tuple (positional) or a dict (keywords).
-        strategy: ``none``, ``full``, ``every:k``, ``sqrt``, ``input-only``, ``selective:…``, or a plan for this model that
-            only keeps and recomputes.
+        strategy: ``none``, ``full``, ``every:k``, ``sqrt``, ``input-only``, ``selective:…``, or a plan for this model that only
+            keeps and recomputes.
         loss: from the model's output to a scalar; by default ``output.loss``, or the output itself if it is a scalar.
         optimizer: if passed, its state and its update are part of the step.
         regions: module paths; memory is summed up per region. By default the repeated blocks.
@@ -215,8 +216,8 @@ def explain(
         InvalidStrategy: the strategy is unknown, or it compresses or offloads.
         InvalidOption: ``context`` is a context itself, not a function that makes one.
         PlanMismatch: the plan is for another model.
-        PlimsollError: the arguments do not make a step (InvalidModel, InvalidBatch, InvalidLoss, InvalidRegions,
-            UnknownDevice, TracingFailed).
+        PlimsollError: the arguments do not make a step (InvalidModel, InvalidBatch, InvalidLoss, InvalidRegions, UnknownDevice,
+            TracingFailed).
 
     Example:
         >>> model = torch.nn.Sequential(*[torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU()) for _ in range(4)])
@@ -267,7 +268,7 @@ def _as_it_is(step: ExplainedStep, report: Progress) -> Explanation:
 
 
 def _under(asked: str | Plan | None, step: ExplainedStep, report: Progress) -> Explanation:
-    """Return the explanation of the step under a strategy or a plan that Plimsoll's engine would carry out.
+    """Return the explanation of the step under a strategy or a plan of Plimsoll.
 
     For a compiled model without a strategy (``asked`` is ``None``), explain the compiled step and compare it with the same step
     run op by op.

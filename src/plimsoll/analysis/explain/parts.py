@@ -11,7 +11,7 @@ from plimsoll.artifacts.trace import Category, Storage, Trace
 from plimsoll.planning.describe import forward_end
 
 SHARDED = ("parameters", "gradients", "optimizer state")
-"""The parts of a peak that sharded data parallelism divides among the ranks."""
+"""The names of the parts of a peak that sharded data parallelism divides among the ranks."""
 STATE = "state"
 _OTHER_STATE = "buffers and batch"
 _LAYERS, _ELSEWHERE = "activations of the layers", "activations elsewhere"
@@ -29,7 +29,7 @@ def parts_of_peak(trace: Trace, peak: Peak, regions: Sequence[str]) -> tuple[Mem
     """Return the bytes of each part at the peak, in the order of ``GROUP_OF``.
 
     The part ``head and loss`` has the tensors that are made between the end of the last region's forward and the start of
-    backward through the regions: logits, the loss, and their gradients.
+    backward through the regions (modules that the plan decides about): logits, the loss, and their gradients.
     """
     part_of_label = _part_of_label(trace, regions)
     held: dict[str, list[Holder]] = {part: [] for part in GROUP_OF}
@@ -48,7 +48,11 @@ def parts_of_peak(trace: Trace, peak: Peak, regions: Sequence[str]) -> tuple[Mem
 
 
 def _part_of_label(trace: Trace, regions: Sequence[str]) -> dict[str, str]:
-    """Return a mapping from each label in the trace to its part of the peak. Labels of temporaries may be absent."""
+    """Return a mapping from the label of each storage in the trace to the part of memory that it belongs to, such as
+    ``gradients``.
+
+    Labels of temporaries may be absent.
+    """
     layers = {s.id for s in trace.storages if s.category is Category.ACTIVATION and _is_inside(s.label, regions)}
     start, end = _head_ticks(trace, [trace.storages[at] for at in layers])
     parts = {label: label for label in SHARDED} | {"buffers": _OTHER_STATE}

@@ -35,8 +35,9 @@ from plimsoll.session.manage import manage
 from plimsoll.tracing.recorder.untouched import KeptState, RandomState
 
 _COMPARED = 1
-"""The position, within a chunk of training steps, of the step that compares gradients. It is the step after the plan's engine
-records."""
+"""The position, within a chunk of training steps, of the step that compares gradients. It is the step after the one in which
+Plimsoll records ops.
+"""
 _LEAST_STEPS_TO_MEASURE = 3
 """The peak is measured only in chunks with at least this many steps: one records, one compares gradients, one must remain."""
 
@@ -170,8 +171,8 @@ class Arms:
     ) -> StepRecord:
         """Run and record one training step of a chunk.
 
-        In the first step of a chunk the plan's engine records, and in the second step gradients are compared. The peak is
-        measured only in the last step of the first chunk and of the last chunk, because on a CPU measuring takes seconds.
+        In the first step of a chunk Plimsoll records ops, and in the second step gradients are compared. The peak is measured
+        only in the last step of the first chunk and of the last chunk, because on a CPU measuring takes seconds.
         """
         start, count = chunk
         trainer, offset = self._job.trainer, step - start

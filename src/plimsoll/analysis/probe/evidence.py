@@ -23,8 +23,8 @@ ARMS = (BASELINE, PLAN)
 class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Data: the log record of one training step.
 
-    ``seconds`` is ``None`` if the plan's engine records in the step or the peak is measured, because the step's time is then
-    not typical. ``peak_bytes`` is ``None`` unless the peak is measured.
+    ``seconds`` is ``None`` if Plimsoll records ops in the step or the peak is measured, because the step's time is then not
+    typical. ``peak_bytes`` is ``None`` unless the peak is measured.
     """
 
     step: int
@@ -46,7 +46,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GradientRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """Data: one comparison of the plan's gradient with the unmanaged gradient, for each block of parameters.
+    """Data: one comparison of the plan's gradient with the gradient without a plan, for each block of parameters.
 
     A block has their inner product and both squared norms.
     """
@@ -62,7 +62,9 @@ class GradientRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HeldOutRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """Data: the log record of one evaluation: the loss of each held-out batch after ``steps`` training steps."""
+    """Data: the log record of one evaluation: the loss of each held-out batch (a batch that is not trained on) after ``steps``
+    training steps.
+    """
 
     steps: int
     losses: tuple[float | None, ...]
@@ -111,8 +113,8 @@ class Arm:
 class GradientSamples:
     """Data: how one block's gradients with the plan compare with those without, as series with one number per comparison.
 
-    ``errors`` are relative errors of the plan's gradient. ``cosines`` are cosines of the angle to the unmanaged gradient.
-    ``gains`` are the plan's gradient's lengths along the unmanaged gradient, relative to the unmanaged gradient's length.
+    ``errors`` are relative errors of the plan's gradient. ``cosines`` are cosines of the angle to the gradient without a plan.
+    ``gains`` are the plan's gradient's lengths along the gradient without a plan, relative to the unmanaged gradient's length.
     """
 
     errors: Series
@@ -124,8 +126,8 @@ class ProbeEvidence:
     """The logs of both arms (training without and with the plan) as series, and the comparisons of the two.
 
     Args:
-        baseline: the unmanaged arm's log.
-        plan: the managed arm's log; it has the same length unless an arm went to NaN.
+        baseline: the log of the training without the plan.
+        plan: the log of the training with the plan; it has the same length unless one of the two went to NaN.
         blocks: names of the blocks, in the order of the records' norms.
     """
 

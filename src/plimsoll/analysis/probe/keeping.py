@@ -1,5 +1,5 @@
-"""Stores what a probe must restore or resume: weights and random state in memory, and the state of both arms in a run
-directory.
+"""Stores what a probe must restore or resume: weights and random state in memory, and the state of both arms (training without
+and with the plan) in a run directory.
 
 Files in the directory are written whole or not at all. An arm's state contains its whole log. The separate log file (JSON
 lines, for people and scripts) is written again from that state when a run resumes, so a half-written log does no harm.
@@ -44,7 +44,7 @@ def seed_everything(seed: int) -> None:
 
 @contextlib.contextmanager
 def own_randomness() -> Iterator[None]:
-    """A context that saves the random state, and restores it when the block ends.
+    """A context that saves the state of the random generators, and restores it when the block ends.
 
     So random numbers drawn inside the block do not affect code outside.
     """

@@ -20,9 +20,9 @@ from plimsoll.analysis.probe.evidence import ProbeEvidence, compare_gradients, c
 from plimsoll.artifacts.verdict import GradientComparison, IntervalEstimate, NormComparison, Outcome, Rule, Ruling
 
 MOST_SHIFT = 0.10
-"""The largest allowed relative change of a gradient norm, or of the gradient's length along the unmanaged gradient."""
+"""The largest allowed relative change of a gradient norm, or of the gradient's length along the gradient without a plan."""
 LEAST_COSINE = 0.90
-"""The smallest allowed cosine of the angle between the plan's gradient and the unmanaged gradient."""
+"""The smallest allowed cosine of the angle between the plan's gradient and the gradient without a plan."""
 MOST_DELAY = 1.10
 """The plan may need at most this multiple of the baseline's steps to reach the same loss."""
 LEAST_HELD_OUT_MARGIN = 0.01
@@ -31,14 +31,16 @@ STATISTICAL_RULES = 5
 """The number of rules that can be broken by chance. Each rule gets an equal share of the allowed error."""
 
 _FIRST_LOOK = 40
-"""The rules are not tested before this many steps of training."""
+"""The smallest number of training steps after which the rules are tested."""
 _HALVINGS = 4
-"""The rules are tested after 1/16 (this many halvings of all steps), 1/8, 1/4 and 1/2 of the steps, and at the end."""
+"""How often the number of steps is halved to find the first test of the rules: after 1/16 of all steps. Further tests come
+after 1/8, 1/4 and 1/2 of the steps, and at the end.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeSettings:
-    """Settings for both arms of a probe, as data.
+    """Data: the settings for both arms (training without and with the plan) of a probe.
 
     ``chunk_steps`` is how many steps one arm takes before the other arm continues. After ``identical_steps`` steps that are
     equal bit for bit, the arms count as identical. ``error`` is the allowed error probability of the whole verdict (0.05: wrong
@@ -254,17 +256,17 @@ class _Bounded:
 
     @property
     def excess(self) -> float:
-        """How far the figure could be outside the allowed range, at the worst end of the narrow interval.
+        """How far the figure could be outside the allowed range of its rule, at the worst end of the narrow interval.
 
-        A negative number says how far the figure is inside for sure.
+        A negative number means that the figure is inside the range at least by this much.
         """
         return max(self.narrow.high - self.high, self.low - self.narrow.low)
 
     @property
     def certain_excess(self) -> float:
-        """How far the figure is outside the allowed range at least, by the wide interval.
+        """How far the figure is outside the allowed range of its rule at least, by the wide interval.
 
-        A negative number means that it may be inside.
+        A negative number means that the figure may be inside the range.
         """
         return max(self.wide.low - self.high, self.low - self.wide.high)
 
@@ -330,7 +332,7 @@ def _shift(evidence: ProbeEvidence, settings: ProbeSettings) -> Rule:
 def _gradient(evidence: ProbeEvidence, settings: ProbeSettings) -> Rule:
     """Test the rule that the plan keeps the direction and the length of each block's gradient.
 
-    Both gradients are taken at equal parameters. The length is measured along the unmanaged gradient.
+    Both gradients are taken at equal parameters. The length is measured along the gradient without a plan.
     """
     # Each block has two figures, gain and cosine, and any of them can break the rule by chance.
     errors = (settings.error_to_break / (2 * len(evidence.blocks)), settings.error_to_clear)

@@ -1,15 +1,15 @@
-"""Intervals, p-values, spikes and delays of the series that two arms log. It uses NumPy arrays and does not import torch.
+"""Intervals, p-values, spikes and delays of the series that two arms (training without and with a plan) log. It uses NumPy
+arrays and does not import torch.
 
 Both arms see the same batch at the same step, so differences are taken step by step. Consecutive differences are not
 independent. So the standard error of a mean comes from the moving-block bootstrap, in the closed form for infinitely many
 resamples, with the correction for overlapping batch means. The autocorrelation determines the block length. The interval is
 Student's, with one degree of freedom less than the number of blocks.
 
-Source: Künsch, "The jackknife and the bootstrap for general stationary observations", Annals of Statistics 17 (1989);
-Meketon and Schmeiser, "Overlapping batch means", Winter Simulation Conference 1984 (the correction); Andrews,
-"Heteroskedasticity and autocorrelation consistent covariance matrix estimation", Econometrica 59 (1991), equations 6.2 and
-6.4 (the block length). Known weakness: with fewer than about ten blocks, intervals are wide and a drift over the whole series
-looks like noise.
+Source: Künsch, "The jackknife and the bootstrap for general stationary observations", Annals of Statistics 17 (1989); Meketon
+and Schmeiser, "Overlapping batch means", Winter Simulation Conference 1984 (the correction); Andrews, "Heteroskedasticity and
+autocorrelation consistent covariance matrix estimation", Econometrica 59 (1991), equations 6.2 and 6.4 (the block length).
+Known weakness: with fewer than about ten blocks, intervals are wide and a drift over the whole series looks like noise.
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ LEAST_SAMPLES = 3
 SPIKE = 3.0
 """A norm above this multiple of the running median is a spike."""
 _MOST_CORRELATION = 0.97
-"""Correlations above this are cut to it, because the formula for the block length diverges at 1."""
+"""The largest correlation that is used: higher ones are reduced to it, because the formula for the block length diverges at 1.
+"""
 _LEAST_BLOCKS = 4
 """The bootstrap divides a series into at least this many blocks."""
 _LONGER = 2.0
-"""A factor on Andrews' block length.
+"""A factor on the block length that Andrews' formula gives.
 
 With the length of least mean squared error, intervals missed the true mean too often (docs/probe.md has the shares of misses
 with this factor).
@@ -45,7 +46,7 @@ with this factor).
 _PERMUTATIONS = 999
 _MOST_RATIO = 1000.0
 _MOST_LOGARITHM = 50.0
-"""Logarithms above this are cut to it: a ratio of exp(50) is as good as infinite."""
+"""The largest logarithm that is used: a ratio of exp(50) is as good as infinite."""
 _RUNNING_WINDOW = 50
 _LEAST_WINDOW = 10
 
@@ -64,7 +65,7 @@ class Mean:
         return self.value - reach, self.value + reach
 
     def estimate(self, error: float, scale: Callable[[float], float] = float) -> IntervalEstimate:
-        """Return the mean and both ends of its interval, each converted by ``scale``.
+        """Return the mean and both ends of its confidence interval, each converted by the function ``scale``.
 
         The interval is wrong with probability ``error``.
         """

@@ -25,14 +25,16 @@ from plimsoll.tracing.recorder.foreign_leaves import foreign_leaves_kept
 from plimsoll.tracing.recorder.untouched import private_copy
 
 ELSEWHERE = "elsewhere"
-"""The name of the block with all trainable parameters outside the plan's regions."""
+"""The name of the block with all trainable parameters outside the plan's regions (modules that the plan decides about)."""
 
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
 class Blocks:
-    """The model's trainable parameters, grouped into blocks: one for each region of the plan, one for all other parameters."""
+    """The model's trainable parameters, grouped into blocks: one for each region (a module that the plan decides about) of the
+    plan, one for all other parameters.
+    """
 
     def __init__(self, model: nn.Module, regions: Sequence[str]) -> None:
         names = sorted(dict.fromkeys(regions), key=len, reverse=True)

@@ -23,7 +23,9 @@ from plimsoll.tracing.recorder.untouched import RandomState
 
 MOST_SET_APART = 8
 _SHARE_SET_APART = 10
-"""By default one batch in this many is set apart for evaluation, but not more than ``MOST_SET_APART`` batches."""
+"""The reciprocal of the share of batches that is set apart for evaluation by default. At most ``MOST_SET_APART`` batches are
+set apart.
+"""
 
 
 @dataclass(frozen=True, slots=True)

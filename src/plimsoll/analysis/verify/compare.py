@@ -90,15 +90,15 @@ def compare(
 ) -> Comparison:
     """Measure the peak, the step time and the gradients of several strategies on one model and batch.
 
-    The step times are paired: in each round, every strategy and the unmanaged step run once.
+    The step times are paired: in each round, every strategy and the step without a plan run once.
 
     Args:
         model: as for ``plimsoll.plan``.
         batch: as for ``plimsoll.plan``.
-        strategies: names as in ``plimsoll.plan``. For a compiled model also torch's own methods: ``memory-budget:SHARE``,
-            where each graph may save that share of its bytes (``memory-budget:0.5``); ``checkpoint``, which puts every
-            compiled region in ``torch.utils.checkpoint``; and ``checkpoint:selective``, which also saves the results of
-            matrix products, convolutions and attention. By default a fixed set, and ``auto`` if there is a budget.
+        strategies: names as in ``plimsoll.plan``. For a compiled model also torch's own methods: ``memory-budget:SHARE``, where
+            each graph may save that share of its bytes (``memory-budget:0.5``); ``checkpoint``, which puts every compiled
+            region in ``torch.utils.checkpoint``; and ``checkpoint:selective``, which also saves the results of matrix products,
+            convolutions and attention. By default a fixed set, and ``auto`` if there is a budget.
         budget: the memory budget of the strategy ``auto``; other strategies do not use it.
         loss: as for ``plimsoll.plan``.
         optimizer: as for ``plimsoll.plan``.
@@ -188,7 +188,7 @@ def _plan_all(planner: StepPlanner, step: TrainingStep, report: Progress) -> dic
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Measured:
-    """Data: everything that was measured for a comparison.
+    """Data: all measurements of a comparison of strategies.
 
     It has the peak in bytes of the step without a plan, each strategy's peak and gradients, and the times of all.
     """
@@ -196,8 +196,9 @@ class _Measured:
     baseline_peak_bytes: int
     by_name: dict[str, PlanMeasurement]
     refused: dict[str, str]
-    """Maps names of strategies to reasons. It has those of torch's own strategies that torch cannot compile for this model,
-    each with the reason."""
+    """The strategies that torch cannot compile for this model, each with the reason. Only torch's own strategies can be among
+    them.
+    """
     timings: dict[str, Timing]
     rounding: float
     """The relative gradient error that other kernel fusions may cause.
@@ -289,9 +290,9 @@ def _measure(
 
 
 def _run_twice(step: TrainingStep, evidence: Evidence, absent_bytes: int) -> PlanMeasurement:
-    """Run two steps under a plan and compare both with the step without a plan. The engine records during the first step.
+    """Run two steps under a plan and compare both with the step without a plan. Ops are recorded during the first step.
 
-    Return the larger peak of the two, and for each tensor the larger of its two differences from the unmanaged step.
+    Return the larger peak of the two, and for each tensor the larger of its two differences from the step without a plan.
     """
     recording_bytes = step.measure_peak().peak_bytes
     apart = compare_with(evidence, step)
@@ -369,9 +370,10 @@ class TorchsOwn:
     def __init__(
         self, calls: Mapping[Unit, Callable[..., Any]], forwards: Mapping[nn.Module, Callable[..., Any]]
     ) -> None:
-        """Store what ``resume`` installs.
+        """Store what ``resume`` installs and ``pause`` removes.
 
-        ``calls`` replace the units' compiled calls; ``forwards`` replace the forward of modules inside the units.
+        ``calls`` replace the calls of units (parts of the model that torch.compile compiled); ``forwards`` replace the forward
+        of modules inside the units.
         """
         self._calls, self._forwards = calls, forwards
         self._put_back: list[Callable[[], None]] = []
@@ -382,7 +384,9 @@ class TorchsOwn:
         return self
 
     def resume(self) -> None:
-        """Switch torch's way to save memory on: install the replaced calls of units and forwards of modules."""
+        """Switch torch's way to save memory on: install the replaced calls of units (parts that torch.compile compiled) and
+        forwards of modules.
+        """
         self._put_back = [install(unit, call) for unit, call in self._calls.items()]
         for module, forward in self._forwards.items():
             self._put_back.append(_with_forward(module, forward))
@@ -410,7 +414,8 @@ def _with_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable[[]
 
 
 def _budgeted(task: TrainingTask, _: tuple[str, ...] | None, *, share: float) -> TorchsOwn:
-    """Compile every unit of the model under torch's memory budget, and return the object that switches it on and off.
+    """Compile every unit (part that torch.compile compiled) of the model under torch's memory budget, and return the object
+    that switches it on and off.
 
     The process-wide setting does not change.
 
@@ -437,7 +442,8 @@ def _backend(options: Any, share: float) -> Callable[..., Any]:
 
 
 def _checkpointed(task: TrainingTask, patterns: tuple[str, ...] | None, *, is_selective: bool) -> TorchsOwn:
-    """Return an object that puts every region in ``torch.utils.checkpoint``, inside the compiled unit that contains it.
+    """Return an object that puts every region (a module that the plan decides about) in ``torch.utils.checkpoint``, inside the
+    compiled unit that contains it.
 
     Equal blocks share one compilation.
     """

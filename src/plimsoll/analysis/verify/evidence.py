@@ -58,7 +58,7 @@ _CASTS = 4.0
 result.
 """
 _LENGTHS = (0.02, 0.01)
-"""The two step lengths of the slope check.
+"""The two step lengths of the check that compares the gradient with the slope of the loss.
 
 Each is chosen so that, by the gradient, the loss changes by this share of itself.
 """
@@ -213,8 +213,9 @@ class KeptCasts:
     """
 
     error: float
-    """The relative error of the gradient of the step that saves memory against the unmanaged gradient, if every op rounds its
-    result in both."""
+    """The relative error of the gradient of the step that saves memory against the gradient without a plan, if every op rounds
+    its result in both.
+    """
     tolerance: float
     """The relative gradient error that other fusions may still cause when every op rounds its result."""
     moved: float
@@ -222,7 +223,9 @@ class KeptCasts:
 
     @property
     def note(self) -> str:
-        """Return a sentence for the receipt: the errors that were measured, and the tolerance that follows from them."""
+        """Return a sentence for the receipt (the evidence for a plan): the errors that were measured, and the tolerance that
+        follows from them.
+        """
         apart = f"{self.error:.1e} apart" if self.error else "equal bit for bit"
         return (
             f"if each op rounds its output to 16 bits (emulate_precision_casts), both gradients are {apart}: they differ only "
@@ -232,7 +235,7 @@ class KeptCasts:
 
     @property
     def allowed(self) -> float:
-        """The relative gradient error to tolerate because kernels round at other places.
+        """The relative gradient error that is tolerated because kernels may round at other places.
 
         It is 0 if rounding does not explain the error.
         """
@@ -334,7 +337,9 @@ def time_both(
 
 
 def of_all_ranks(agreement: Agreement, what: str, mine: T) -> list[T]:
-    """Return a list with each rank's receipt or comparison, in the order of the ranks. ``mine`` is this rank's."""
+    """Return a list with each rank's receipt (the evidence for a plan) or comparison, in the order of the ranks. ``mine`` is
+    this rank's.
+    """
     texts = zip(agreement.all_of(what, to_json(mine), str), agreement.ranks, strict=True)
     return [cast("T", from_json(text, source=f"{what} of rank {rank}")) for text, rank in texts]
 
@@ -342,13 +347,13 @@ def of_all_ranks(agreement: Agreement, what: str, mine: T) -> list[T]:
 def make_receipt(
     step: TrainingStep, evidence: Evidence, seen: Observed, timings: tuple[Timing, Timing], **claims: Any
 ) -> Receipt:
-    """Make the receipt that compares the observed step with the reference.
+    """Make the receipt (the evidence for a plan) that compares the observed step with the reference.
 
     Args:
         step: the step that was run.
-        evidence: the reference: the unmanaged step.
+        evidence: the reference: the step without a plan.
         seen: the measurements of the step that saves memory.
-        timings: of the unmanaged step and of the step that saves memory, in this order.
+        timings: of the step without a plan and of the step that saves memory, in this order.
         claims: the receipt's other fields: what was verified, and what it claims.
     """
     baseline, ours = timings
@@ -386,7 +391,9 @@ def half_the_digits(model: nn.Module) -> float:
 
 
 def versions() -> dict[str, str]:
-    """Return a mapping for a receipt: the versions of Python and torch, the machine's architecture and the GPU's name."""
+    """Return a mapping for a receipt (the evidence for a plan): the versions of Python and torch, the machine's architecture
+    and the GPU's name.
+    """
     found = {"python": platform.python_version(), "torch": str(torch.__version__), "machine": platform.machine()}
     if torch.cuda.is_available():
         found["device"] = torch.cuda.get_device_name()
@@ -412,7 +419,7 @@ def _distance(mismatch: Mismatch) -> float:
 
 
 def run_curve(step: TrainingStep, depth: Depth) -> tuple[float | None, ...]:
-    """Return the losses of consecutive training steps on the step's batch. The result is empty if no curve is requested.
+    """Return the losses of consecutive training steps, all on the same batch. The result is empty if no curve is requested.
 
     The curve begins at the step's random state and buffers. The random state is not reset between the curve's steps. Without an
     optimizer, plain gradient descent at a rate of 0.01 is used. Afterwards the model's parameters, the optimizer's other

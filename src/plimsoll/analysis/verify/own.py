@@ -85,7 +85,8 @@ class CompilerBudget:
 def verify_own(
     step: TrainingStep, signature: str, *, max_error: float, steps: int, depth: Depth, report: Progress
 ) -> Receipt:
-    """Compare a step that saves memory by its own means with the same step when everything is kept, and return the receipt.
+    """Compare a step that saves memory by its own means with the same step when everything is kept, and return the receipt (the
+    evidence).
 
     Args:
         step: the training step, without a plan.
@@ -142,10 +143,10 @@ def verify_own(
 
 
 def _own_slope(step: TrainingStep, budget: CompilerBudget, evidence: Evidence) -> tuple[Slope | None, tuple[str, ...]]:
-    """Check the gradient of a step with its own checkpointing against the slope of the loss, and return the slope.
+    """Compare the gradient of a step with its own checkpointing with the slope of the loss, and return the slope.
 
-    If the step with everything kept fails this check too, the check says nothing about checkpointing. Then return a note
-    instead of the slope.
+    If the step with everything kept fails this check too, the check cannot judge the checkpointing. Then return a note instead
+    of the slope.
     """
     slope = measure_slope(step, copies(step.gradients()))
     if slope is None or not slope.disagrees:
@@ -211,7 +212,7 @@ def _nothing_at_work(model: nn.Module) -> InvalidModel:
 
 
 def _broken(step: TrainingStep, error: Exception, faults: Sequence[Fault]) -> InvalidModel:
-    """Return the error for a step that runs with everything kept, but fails with its own way to save memory.
+    """Make the error for a step that fails with its own way to save memory, but runs with everything kept.
 
     The message names the first wrong tensor.
     """

@@ -6,8 +6,7 @@ repeats. The first match with different outputs is the fault. If its inputs are 
 input differs, that input was changed in between.
 
 Memory that no op has written is not compared: results of ``empty``, and outputs that an op leaves unset next to valid ones (the
-seed and offset of fused attention without dropout). Such outputs are found as in the engine: the op runs twice
-(``unset_outputs``).
+seed and offset of fused attention without dropout). Such outputs are found by running the op twice (``unset_outputs``).
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from plimsoll.tracing.torch_internals import below_autograd, current_graph_task,
 _UNSET = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 """Names of ops that return uninitialised memory."""
 _UNNOTED = {*_UNSET, "detach", "alias"}
-"""Names of ops that compute nothing. They are not recorded, because checkpointing itself runs some of them."""
+"""Names of ops that compute nothing and are therefore not recorded. Checkpointing itself runs some of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +81,7 @@ class RepeatedOps(TorchDispatchMode):
         self._proofs = 0
 
     def wrap(self, pack: Hook, unpack: Hook) -> tuple[Hook, Hook]:
-        """Return the hooks of saved tensors, changed such that ops which run during unpacking count as recomputation."""
+        """Wrap a pair of saved-tensor hooks, so that ops which run while a tensor is unpacked count as recomputation."""
 
         def watched_unpack(packed: Any) -> Any:
             self._unpacking += 1

@@ -1,7 +1,7 @@
-"""Confirms a plan on its device if it was made without the device, and solves it again if the plan was off.
+"""Checks on its device a plan that was made without the device, and makes a new plan if the predictions were wrong.
 
 Such a plan was made with costs from a roofline. Here the step is traced and timed on the device. If the plan's peak or time is
-off, the plan is solved again with the measured costs, run until it keeps to its budget, and verified like any other plan.
+wrong, the plan is solved again with the measured costs, run until it keeps to its budget, and verified like any other plan.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def needs_confirmation(plan: Plan) -> bool:
 class Reviser:
     """Confirms on the device a plan that was made elsewhere, and revises it if its predictions are wrong.
 
-    ``verify`` is the function that makes the receipt of a revised plan.
+    ``verify`` is the function that makes the receipt (the evidence) for a revised plan.
     """
 
     task: TrainingTask
@@ -46,7 +46,7 @@ class Reviser:
     verify: Callable[[Plan], Receipt]
 
     def confirm(self, plan: Plan, receipt: Receipt) -> Receipt:
-        """Return the receipt with a comparison of predictions and measurements added.
+        """Return the receipt (the evidence for a plan) with a comparison of predictions and measurements added.
 
         If the predictions are wrong, a revised plan is added too.
 
@@ -95,7 +95,7 @@ class Reviser:
         return planner.plan(plan.strategy, lambda: self.step, part_of(self.report, 0.5, 0.7))
 
     def _obstacle(self, plan: Plan) -> str:
-        """Return a text that says why the plan cannot be solved again under the same conditions; empty if it can."""
+        """Return a text that says why the plan cannot be made again with measured costs; empty if it can."""
         state_bytes = plan.classes.get(Category.OPTIMIZER_STATE, 0)
         if state_bytes and self.task.optimizer is None:
             return (

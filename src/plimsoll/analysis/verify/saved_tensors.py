@@ -100,7 +100,7 @@ def _patched(enter: Callable[..., None], leave: Callable[..., None], function: t
 
 @dataclass(frozen=True, slots=True)
 class _Note:
-    """Data: what is remembered of one saved tensor: module, index, shape, dtype, checksum and storage."""
+    """Data about one saved tensor, to compare it when it is unpacked: module, index, shape, dtype, checksum and storage."""
 
     module: str
     index: int
@@ -126,7 +126,8 @@ class SavedTensorWatch:
     def __init__(self, root: nn.Module, is_unset: Callable[[torch.Tensor], bool] = lambda tensor: False) -> None:
         self.faults: list[Fault] = []
         self.unset: set[tuple[str, str]] = set()
-        """Pairs of region and value, named as in faults, of tensors whose memory no op has written.
+        """Pairs of region (a module that the plan decides about) and value, named as in faults, of tensors whose memory no op
+        has written.
 
         A difference of such a tensor does not say anything.
         """

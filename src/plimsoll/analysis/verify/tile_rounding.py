@@ -1,8 +1,10 @@
-"""Measures how far tiles move the gradient, beside the rounding error that the step has anyway.
+"""Measures how far running modules in tiles (a few rows at a time) moves the gradient, compared with the rounding error of the
+plain step.
 
-Tiles compute the same numbers in another order, so gradients are not equal bit for bit. Whether the difference is rounding
-shows against the same step in float64: the tiled step's error there may be a little larger than the plain step's, by chance,
-but not much larger. This is measured for each gradient, so an error in one small tensor does not hide behind large ones.
+Tiles compute the same numbers in another order, so gradients are not equal bit for bit. To decide whether the difference is
+only rounding, both are compared with the same step in float64: the tiled step's error may be a little larger than the plain
+step's, by chance, but not much larger. This is measured for each gradient, so an error in one small tensor does not hide behind
+large ones.
 """
 
 from __future__ import annotations

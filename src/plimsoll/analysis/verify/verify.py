@@ -55,8 +55,9 @@ _STATE_NOISE = 0.01
 """A share of the plan's bytes. If the bytes of the optimizer state differ from the plan's by less than this share, they count
 as planned."""
 _SEVERITY = {verdict: index for index, verdict in enumerate(ReceiptVerdict)}
-"""A mapping from each verdict to a number, 0 for the worst. A receipt tests verdicts in this order, the order of
-``ReceiptVerdict``."""
+"""A mapping from each verdict to a number, 0 for the worst. A receipt (the evidence for a plan) tests verdicts in this order,
+the order of ``ReceiptVerdict``.
+"""
 
 
 def verify(
@@ -77,19 +78,19 @@ def verify(
 ) -> Receipt:
     """Check a plan by running the step: compare gradients bit for bit, and peak and seconds with the predictions.
 
-    The unmanaged step runs first, twice from the same random state. If the two runs differ, the plan is compared within that
-    spread, and the receipt says so. Then the managed step runs. Its gradients, buffers and peak are compared, and every tensor
-    that backward unpacks is compared with the tensor that forward saved. Where one differs, the receipt names the region, the
-    value, the op and the likely cause.
+    The step without a plan runs first, twice from the same random state. If the two runs differ, the plan is compared within
+    that spread, and the receipt says so. Then the managed step runs. Its gradients, buffers and peak are compared, and every
+    tensor that backward unpacks is compared with the tensor that forward saved. Where one differs, the receipt names the region
+    (a module that the plan decides about), the value, the op and the likely cause.
 
     A plan that was made without the device (``device_profile=``) is confirmed here: ops are timed. If the peak is above the
     budget, or if peak or time were predicted wrong, the plan is solved again with measured costs and verified. The receipt's
     ``confirmation`` says what was off, and its ``revised_plan`` is the new plan.
 
     Without a plan, the model's own way to save memory is verified: ``torch.utils.checkpoint``, selective checkpointing,
-    offloading contexts, any saved-tensor hooks, and torch.compile under an ``activation_memory_budget`` below 1. The
-    reference is the same step with all of that switched off. In this case the gradient is also compared with the loss: the
-    slope that the gradient claims must agree with losses at shifted parameters.
+    offloading contexts, any saved-tensor hooks, and torch.compile under an ``activation_memory_budget`` below 1. The reference
+    is the same step with all of that switched off. In this case the gradient is also compared with the loss: the slope that the
+    gradient claims must agree with losses at shifted parameters.
 
     Model, gradients, buffers, random state and the optimizer are restored. Several ranks verify the same plan together, and
     every rank gets the receipt of the rank with the worst result.
@@ -101,8 +102,8 @@ def verify(
         loss: as for ``plimsoll.plan``.
         optimizer: as for ``plimsoll.plan``.
         steps: timed runs of each side, interleaved. The losses of the same number of consecutive steps are compared.
-        intermediates: patterns of module names, such as ``model.layers.*.mlp``. The modules' outputs, and the gradients
-            with respect to these outputs, are compared in both runs.
+        intermediates: patterns of module names, such as ``model.layers.*.mlp``. The modules' outputs, and the gradients with
+            respect to these outputs, are compared in both runs.
         curve_steps: the number of training steps whose losses are compared, all on this batch. The steps use ``optimizer``, or
             plain gradient descent if no optimizer is passed. 0 compares no curve.
         context: only without a plan: a function that is called once per step and makes the context that the step runs in, such
@@ -118,8 +119,8 @@ def verify(
     Raises:
         PlanMismatch: the plan was made for another model, batch shape, dtype or mode, or for another kind of device.
         PlanNotUsable: the plan does not contain decisions to apply.
-        InvalidModel: a plan is already applied to the model; or the model is on the meta device, where nothing can be
-            measured; or, without a plan, the model does not save memory by itself.
+        InvalidModel: a plan is already applied to the model; or the model is on the meta device, where nothing can be measured;
+            or, without a plan, the model does not save memory by itself.
         InvalidRegions: a pattern of intermediates does not match any module.
         InvalidBudget: ``max_error`` is not a share.
         InvalidOption: ``context`` does not make a context, or ``context`` or ``max_error`` is passed with a plan; ``steps`` or
@@ -178,7 +179,8 @@ def _on_this_rank(
     depth: Depth,
     report: Progress,
 ) -> Receipt:
-    """Verify a plan on this rank, and return the receipt. It has a confirmation if the plan was made without the device.
+    """Verify a plan on this rank, and return the receipt (the evidence for the plan). It has a confirmation if the plan was
+    made without the device.
 
     If a compiled plan's gradient differs, two causes that do not blame the plan are tested one after the other: kernels that
     round at other places, then a wrong gradient of torch's own compiled step.
@@ -251,17 +253,17 @@ def _hold_plan(
     report: Progress,
     error_of_torch: float = 0.0,
 ) -> Receipt:
-    """Run the step with the plan and without it, and return the receipt that compares the two.
+    """Run the step with the plan and without it, and return the receipt (the evidence for the plan) that compares the two.
 
     Args:
         task: the model, batch and loss (``step.model`` may be inside of a wrapper, ``task.model``).
-        step: the training step, on the unmanaged model.
+        step: the training step, on the model without a plan.
         plan: the plan to check.
         steps: timed runs of each side. The losses of the same number of consecutive steps are compared.
         depth: further comparisons.
         report: called with the stage and the share done.
-        error_of_torch: the gradient error of the compiled step without a plan. If it is not 0, the reference is the
-            uncompiled step.
+        error_of_torch: the gradient error of the compiled step without a plan. If it is not 0, the reference is the uncompiled
+            step.
     """
     report("running the unmanaged step twice", 0.0)
     model = task.model
@@ -320,9 +322,9 @@ def _hold_plan(
 
 
 def _recording_and_steady(step: TrainingStep, evidence: Evidence, report: Progress) -> tuple[int, int, Apart]:
-    """Run the plan's first step (the engine records during it) and a later step, and measure both.
+    """Run the plan's first step, in which ops are recorded, and a later step, and measure both.
 
-    Return the peak of each in bytes, and for each tensor the larger of its two differences from the unmanaged step.
+    Return the peak of each in bytes, and for each tensor the larger of its two differences from the step without a plan.
     """
     recording_peak_bytes = step.measure_peak().peak_bytes
     apart = compare_with(evidence, step)
@@ -333,7 +335,8 @@ def _recording_and_steady(step: TrainingStep, evidence: Evidence, report: Progre
 
 
 def _with_casts_kept(step: TrainingStep, model: nn.Module, plan: Plan, receipt: Receipt) -> Receipt:
-    """Return the receipt with more tolerance for rounding, if the gradient differs only because kernels round elsewhere.
+    """Return the receipt (the evidence for the plan) with more tolerance for rounding, if the gradient differs only because
+    kernels round elsewhere.
 
     Otherwise return the receipt unchanged.
     """
@@ -346,7 +349,9 @@ def _with_casts_kept(step: TrainingStep, model: nn.Module, plan: Plan, receipt: 
 
 
 def _claims(plan: Plan) -> dict[str, Any]:
-    """Return those fields of a plan that its receipt repeats, as keyword arguments for ``make_receipt``."""
+    """Return those fields of a plan that its receipt (the evidence for the plan) repeats, as keyword arguments for
+    ``make_receipt``.
+    """
     return {
         "model": plan.model,
         "fingerprint": plan.fingerprint,
@@ -403,7 +408,7 @@ def _notes(step: TrainingStep, plan: Plan, absent_bytes: int) -> tuple[str, ...]
 
 
 def _worst_receipt(agreement: Agreement, receipt: Receipt, plan: Plan) -> Receipt:
-    """Return the receipt of the rank with the worst verdict, and add a note about all ranks.
+    """Return the receipt (the evidence for the plan) of the rank with the worst verdict, and add a note about all ranks.
 
     Among ranks with the same verdict, the rank with the least room below its budget counts.
     """

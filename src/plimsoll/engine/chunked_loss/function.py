@@ -43,7 +43,7 @@ class Head:
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype to compute a loss in: float64 for float64, float32 for all others."""
+    """Return the dtype in which a loss is computed: float64 for float64, float32 for all other dtypes."""
     return dtype if dtype is torch.float64 else torch.float32
 
 
@@ -109,7 +109,7 @@ class ChunkedLossPerRow(torch.autograd.Function):
 def _scale(gradient: torch.Tensor, scale: torch.Tensor, rows: int) -> None:
     """Multiply a gradient in place by a factor, without rounding the factor to the gradient's dtype.
 
-    Rounded to bfloat16, the factor would be off by up to 0.2%. Loss scaling uses the factor 65536, which is infinite in
+    The factor, rounded to bfloat16, would be wrong by up to 0.2%. Loss scaling uses the factor 65536, which is infinite in
     float16.
     """
     if scale.dtype is gradient.dtype:
@@ -165,7 +165,7 @@ class _Work:
         )
 
     def as_given(self, gradients: Gradients) -> Gradients:
-        """Return the gradients, each in the dtype of the tensor that it belongs to."""
+        """Return the gradients, each converted to the dtype of the tensor that it belongs to."""
         hidden, weight, bias = (
             gradient if gradient is None or given is None else gradient.to(given.dtype)
             for gradient, given in zip(gradients, self._given, strict=True)

@@ -134,8 +134,8 @@ class _ChunkedHead:
             self._model.loss_function = self._set_loss
 
     def before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A forward pre-hook of the model: decide whether this call needs logits or only a loss. A loss needs labels and
-        gradients.
+        """A forward pre-hook of the model: decide whether this call needs logits or only a loss. Only a loss is needed if
+        labels are passed and gradients are enabled.
         """
         names = list(inspect.signature(model.forward).parameters)
         labels = {**dict(zip(names, args, strict=False)), **kwargs}.get("labels")

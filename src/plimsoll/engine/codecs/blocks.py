@@ -39,14 +39,14 @@ _UP = 1 + 2**-8 + 2**-15
 Rounding loses at most 2**-8, so the scale is still too large by at least 2**-16.
 """
 _LEAST_SCALE = 2.0**-126
-"""The smallest float32 whose inverse is finite and that is not flushed to zero. Scales are at least this large."""
+"""The smallest scale: the smallest float32 whose inverse is finite and that is not flushed to zero."""
 _HEADROOM = 1 - 2**-6
-"""The share of the dtype's largest number that may be encoded. Decoded values exceed encoded ones by less than the remaining
-share, so they stay finite.
+"""The share of the dtype's largest number that may be encoded. Decoding can enlarge a value by less than the remaining share,
+so decoded values stay finite.
 """
 _NOISE_STEPS = 2**16
 _NOISE_MIDDLE = 0.5 + 0.5 / _NOISE_STEPS
-"""The number that moves noise from [-1/2, 1/2 - 1/_NOISE_STEPS] into the open interval from 0 to 1."""
+"""The offset that moves random numbers from [-1/2, 1/2 - 1/_NOISE_STEPS] into the open interval from 0 to 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,7 @@ def _scales(reach: torch.Tensor, farthest: torch.Tensor, steps: float, largest: 
 
 
 def are_representable(scales: torch.Tensor) -> bool:
-    """Return whether none of the scales is NaN.
+    """Return True if no scale is NaN, so that every block can be encoded.
 
     On CUDA the function returns True without looking, because decode gives NaN for blocks whose scale is NaN.
     """

@@ -95,8 +95,8 @@ class IntegerCodec(Codec):
         return most * (floats + dtype.itemsize) + 2 * (most + 1) + per_block + noise + 256
 
     def encode(self, tensor: torch.Tensor, *, seed: int = 0, most_bytes: int | None = None) -> Payload | None:
-        """Return a payload with codes (whole numbers), scales and, for affine blocks, the least value of each block. Return
-        ``None`` if a scale is NaN or the payload would exceed ``most_bytes``.
+        """Return a payload (the encoded tensor) with codes (whole numbers), scales and, for affine blocks, the least value of
+        each block. Return ``None`` if a scale is NaN or the payload would exceed ``most_bytes``.
         """
         elements = Elements(tensor)
         count, device = elements.count, elements.device
@@ -229,8 +229,8 @@ class _Scratch:
         self.moved = torch.empty(even // 2, dtype=torch.int16, device=device)
 
     def store(self, values: torch.Tensor, span: Span, codes: torch.Tensor) -> None:
-        """Write the whole numbers of one span (a run of elements) to their place in ``codes``, as bytes or as packed half
-        bytes.
+        """Write the codes (whole numbers) of one span (a run of elements) to their place in ``codes``, as bytes or as packed
+        half bytes.
         """
         if not self.codes.numel():
             codes[span.start : span.stop].copy_(values)
@@ -242,7 +242,7 @@ class _Scratch:
         pack_nibbles(unpacked, self.moved, codes[span.start // 2 : packed_nibbles_bytes(span.stop)])
 
     def load(self, codes: torch.Tensor, span: Span) -> torch.Tensor:
-        """Return the whole numbers of one span (a run of elements), as `store` has written them to ``codes``."""
+        """Return the codes (whole numbers) of one span (a run of elements) from ``codes``, where `store` has written them."""
         if not self.codes.numel():
             return codes[span.start : span.stop]
         count = span.stop - span.start

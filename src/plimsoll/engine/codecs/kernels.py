@@ -9,7 +9,7 @@ range make the scale of their block NaN, so that the host never waits for the de
 A kernel infers its variant from its arguments: symmetric blocks pass None for lows, rounding to nearest passes None for seed,
 and 4-bit codes are stored two in a uint8. Triton compiles one kernel per combination, as it does for constants.
 
-Not yet run on a GPU: so far they have been tested under Triton's interpreter, against the torch form.
+Not yet run on a GPU: so far they have been tested under Triton's interpreter, against the same codecs written in torch.
 """
 
 from __future__ import annotations
@@ -112,8 +112,8 @@ def decode_float8(codes: torch.Tensor, scales: torch.Tensor, flat: torch.Tensor,
 
 
 def pack_positive(flat: torch.Tensor, packed: torch.Tensor, one: torch.Tensor) -> None:
-    """Write one bit per element of contiguous floats: 1 if the element is above zero. ``one`` becomes NaN if any element is
-    NaN.
+    """Write one bit per element of contiguous floats: 1 if the element is above zero. Set ``one`` (the value that a 1 decodes
+    to) to NaN if any element is NaN.
     """
     if flat.numel():
         _pack[_byte_tiles(flat)](flat, packed, one, flat.numel(), _BYTES)
@@ -126,7 +126,9 @@ def pack_nonzero(flat: torch.Tensor, packed: torch.Tensor) -> None:
 
 
 def unpack(packed: torch.Tensor, constant: torch.Tensor, flat: torch.Tensor) -> None:
-    """Write ``constant`` (one element) to ``flat`` where bits are set, and ``constant * 0`` elsewhere."""
+    """Decode one bit per element: write ``constant`` (one element) to ``flat`` where the bit is set, and ``constant * 0``
+    elsewhere.
+    """
     if flat.numel():
         is_float = flat.dtype.is_floating_point
         _unpack[_byte_tiles(flat)](packed, constant, flat, flat.numel(), _BYTES, is_float)
@@ -160,7 +162,7 @@ def _to_whole(values):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton ships no types
 def _places(block: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the indices of the blocks that this program works on, and the offsets of their elements."""
+    """For this Triton program: return the indices of its blocks, and the offsets of their elements."""
     rows: tl.constexpr = _TILE // block if block < _TILE else 1
     blocks = tl.program_id(0).to(tl.int64) * rows + tl.arange(0, rows)
     return blocks, blocks[:, None] * block + tl.arange(0, block)[None, :]

@@ -44,7 +44,7 @@ class Elements:
             self._copy = tensor.new_empty(min(CHUNK, self.count))
 
     def run(self, start: int, stop: int) -> torch.Tensor:
-        """Return elements ``start`` to ``stop`` in one dimension. A run has at most ``CHUNK`` elements.
+        """Return elements ``start`` to ``stop`` in one dimension, at most ``CHUNK`` elements.
 
         The result is a view, or a copy that the next call overwrites.
         """
@@ -68,7 +68,9 @@ def empty_decoded(payload: Payload) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def has_patterns(dtype: torch.dtype) -> bool:
-    """Return whether torch has an integer dtype that is as wide as elements of this dtype."""
+    """Return whether torch has an integer dtype of the same width as this dtype, so that elements can be compared as bit
+    patterns.
+    """
     return dtype.itemsize in _INTEGERS
 
 
@@ -86,7 +88,7 @@ def runs_kernels(device: torch.device) -> bool:
 
 
 def host_waits(device: torch.device) -> bool:
-    """Return whether the host has to wait for the device when it reads a value.
+    """Return whether reading a value makes the host wait for this device.
 
     If so, codecs read at most one value, and keep other values on the device.
     """
@@ -110,7 +112,7 @@ def is_dense(size: tuple[int, ...], stride: tuple[int, ...]) -> bool:
 
 
 def _gather(tensor: torch.Tensor, start: int, stop: int, out: torch.Tensor) -> None:
-    """Copy elements ``start`` to ``stop`` into ``out``, counted in index order.
+    """Copy elements ``start`` to ``stop``, counted in index order, into ``out``.
 
     Whole rows are copied at once where possible.
     """

@@ -187,13 +187,13 @@ class Narrow(Codec):
 
 
 def _has_others(patterns: torch.Tensor, bits: torch.Tensor, constant: torch.Tensor) -> torch.Tensor:
-    """Return whether some pattern is neither zero nor ``constant``. The answer is a tensor that stays on the device."""
+    """Return whether some bit pattern is neither zero nor ``constant``. The result is a tensor that stays on the device."""
     rebuilt = torch.empty_like(patterns).copy_(bits.view(torch.int8)).mul_(constant)
     return rebuilt.ne_(patterns).any()
 
 
 def _unpack(packed: torch.Tensor, constant: torch.Tensor, flat: torch.Tensor) -> None:
-    """Write ``constant`` (one element) to ``flat`` where bits are set, and ``constant * 0`` elsewhere."""
+    """Decode bits: write ``constant`` (one element) to ``flat`` where bits are set, and ``constant * 0`` elsewhere."""
     if runs_kernels(flat.device):
         from plimsoll.engine.codecs import kernels
 

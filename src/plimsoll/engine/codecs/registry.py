@@ -41,7 +41,9 @@ def _parse(cls: type[Codec], name: str) -> Codec:
 
 
 def _parameter(cls: type[Codec], text: str) -> tuple[str, float | str | None]:
-    """Return the field that ``text`` sets, and the value. The value is None if the field or the value does not exist."""
+    """Parse one parameter of a codec's name: return the field of the codec that ``text`` sets, and its value. The value is None
+    if the field or the value does not exist.
+    """
     key, is_number, value = text.partition("=")
     for field in dataclasses.fields(cls):  # type: ignore[arg-type]  # a protocol cannot say that it is a dataclass
         if is_number and key == field.name and "numbers" in field.metadata:
@@ -52,7 +54,7 @@ def _parameter(cls: type[Codec], text: str) -> tuple[str, float | str | None]:
 
 
 def _allowed(cls: type[Codec]) -> str:
-    """Return a text that lists the parameters that may follow the family's name."""
+    """Return a text, for errors, that lists the parameters that may follow the family in a codec's name."""
     texts = [
         " or ".join(field.metadata["words"])
         if "words" in field.metadata

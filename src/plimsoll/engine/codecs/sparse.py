@@ -28,7 +28,7 @@ from plimsoll.engine.codecs.protocol import Codec, Payload, number
 _SPARSE_CHUNK = CHUNK // 4
 """The number of elements per chunk here. It is smaller than ``CHUNK``: selecting by a mask needs up to 16 bytes per element."""
 _DIGIT = 16
-"""The number of bits of a magnitude that one counting pass looks at."""
+"""The number of bits of a magnitude that are counted in one pass of the radix select."""
 
 
 def _sparse_bytes(count: int, kept: int, dtype: torch.dtype) -> int:

@@ -1,7 +1,7 @@
 """Apply a plan to the compiled parts of a model: recompile each unit with a partitioner for the plan.
 
-A unit is a module that torch.compile compiles. Units whose regions all keep everything stay unchanged. Units with equal
-decisions share one compilation: equal blocks are compiled once per set of decisions.
+A unit is a module that torch.compile compiles. Units whose regions (modules that the plan decides about) all keep everything
+stay unchanged. Units with equal decisions share one compilation: equal blocks are compiled once per set of decisions.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from plimsoll.tracing.ddp import inner_module
 
 
 class RegionInCompiled(ManagedRegion):
-    """A managed region inside a module that torch.compile compiles. The region itself runs eagerly: torch.compiler.disable
-    excludes it from the compilation.
+    """The wrapper of a managed region (a module that the plan decides about) inside a module that torch.compile compiles.
+    torch.compiler.disable excludes the region from the compilation, so that it runs eagerly.
     """
 
     __call__ = torch.compiler.disable(ManagedRegion.__call__)
@@ -39,7 +39,7 @@ class PackingCall:
     offloads.
 
     Autograd packs the saved tensors of compiled code when its forward ends, and unpacks all of them when its backward begins.
-    The partitioner puts the tensors that take another form (a codec or a link) first (see ``partitioner``).
+    The partitioner puts the tensors that are compressed or offloaded first (see ``partitioner``).
     """
 
     def __init__(
@@ -50,8 +50,8 @@ class PackingCall:
         packer: Packer,
         transfers: TransfersUnderWay,
     ) -> None:
-        """``taking`` are the first tensors that the block saves; they take another form. ``name`` seeds the codecs' random
-        numbers.
+        """``taking`` are the tensors to compress or offload; the block saves them first. ``name`` seeds the random numbers of
+        codecs.
         """
         self._compiled, self._name, self._taking = compiled, name, tuple(taking)
         self._packer, self._transfers = packer, transfers
@@ -91,7 +91,7 @@ class CompiledUnits:
         self.use(plan)
 
     def use(self, plan: Plan) -> None:
-        """Use the decisions of another plan for the same model. They become active with `resume`."""
+        """Switch to the decisions of another plan for the same model. They become active with `resume`."""
         found: dict[Unit, Callable[..., Any]] = {}
         self.packing: dict[str, PackingCall] = {}
         """A mapping from path to the blocks that compress or offload values, or that run while the block before offloads."""
@@ -113,10 +113,11 @@ class CompiledUnits:
         self._calls = found
 
     def _taking(self, calls: Mapping[str, Sequence[RegionPlan]]) -> tuple[list[Taking], Packer]:
-        """Return the values of a unit that are compressed or offloaded, in the order of names, and the packer, the object that
-        encodes or sends them.
+        """Return the values of a unit (a module under torch.compile) that are compressed or offloaded, in the order of names,
+        and the packer: the object that encodes or sends them.
 
-        If a sensor measures the unit in this step, return all values that are to be measured, and the sensor's own packer.
+        If codecs are measured on this unit in this step, return all values to be measured, and the packer of the sensor that
+        measures.
         """
         sensor = self._shared.sensor
         found: list[Taking] = []
@@ -138,8 +139,8 @@ class CompiledUnits:
         *,
         hides: bool,
     ) -> Callable[..., Any] | None:
-        """Compile a unit for the decisions about its regions. Return the compiled call, or ``None`` if the user's compilation
-        stays.
+        """Compile a unit for the decisions about its regions (modules that the plan decides about). Return the compiled call,
+        or ``None`` if the user's compilation stays.
 
         All ``calls`` of a region share one compiled code. A unit that runs while transfers are under way is compiled anew even
         if it drops nothing: the user's torch.compile wrapper would also compile the code around the unit.
@@ -170,9 +171,9 @@ class CompiledUnits:
         return made[key]
 
     def resume(self) -> None:
-        """Install the units' compilations in the model.
+        """Install the compiled calls of all units (modules under torch.compile) in the model.
 
-        A second call does nothing; otherwise it would lose what to put back.
+        A second call does nothing.
         """
         self._put_back = self._put_back or [install_alone(unit, function) for unit, function in self._calls.items()]
 

@@ -1,4 +1,4 @@
-"""Copies between memory and a disk link's file, on a bounded number of threads.
+"""Copies between memory and the file of a disk link, run by a limited number of threads.
 
 If a copy is waited for before a thread has begun it, it runs in the waiting thread, so that the waiting thread does not wait
 for other copies. An I/O error is stored and not raised at once. The ticket raises the error when its user waits for the copy. A
@@ -50,7 +50,7 @@ class Transport:
         self._is_closed = False
 
     def submit(self, work: Callable[[], None]) -> Future[None] | None:
-        """Run ``work`` on a thread, and return the future.
+        """Run ``work`` on a copying thread, and return its future.
 
         Return None if the pool or the interpreter is closing, so that a thread will never run ``work``.
         """
@@ -82,7 +82,7 @@ class Transport:
                 self.in_cpu_seconds += cpu_seconds
 
     def check_owner(self) -> None:
-        """Check that the calling process opened the link.
+        """Check that the calling process opened the link (to host memory or disk).
 
         Raises:
             OffloadFailed: the calling process was forked from the process that opened the link.
@@ -95,7 +95,7 @@ class Transport:
             )
 
     def check_open(self) -> None:
-        """Check that the link is open, and that the calling process opened it.
+        """Check that the link (to host memory or disk) is open, and that the calling process opened it.
 
         Raises:
             OffloadFailed: the link is closed, or belongs to another process.
@@ -111,7 +111,7 @@ class Transport:
     def close(self) -> None:
         """Finish the copies in progress, stop the threads, and close the file.
 
-        In a forked child, only mark the child's link as closed.
+        In a forked child, only mark the child's link (to host memory or disk) as closed.
         """
         if self._owner_pid == os.getpid() and not self._is_closed:
             self._pool.shutdown(wait=True)
@@ -120,7 +120,8 @@ class Transport:
 
 
 class Lease:
-    """Reserves an extent (a range of the file) for as long as a ticket or a copy in progress holds this object.
+    """Reserves an extent (a range of the file). The extent becomes free when the last holder of this object, a ticket or a
+    running copy, releases it.
 
     The object may be deleted at any moment, in any thread, also during garbage collection. So ``__del__`` does not take a lock.
     It only appends the extent to a queue.

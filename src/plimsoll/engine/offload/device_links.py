@@ -59,7 +59,7 @@ class PinnedLink(Link):
             self.pool.close()
 
     def check_open(self) -> None:
-        """Check that the link is open.
+        """Check that the link (to host memory or disk) is open.
 
         Raises:
             OffloadFailed: the link is closed.
@@ -73,7 +73,9 @@ class PinnedLink(Link):
 
 
 class PinnedTicket:
-    """A ticket for one tensor of a CUDA device. The tensor is in a pinned buffer, or is being copied there or back."""
+    """A ticket for one tensor of a CUDA device that was stored on a link (to host memory or disk). The tensor is in a pinned
+    buffer, or is being copied there or back.
+    """
 
     def __init__(self, link: PinnedLink, source: torch.Tensor, buffer: Buffer) -> None:
         self._buffer = buffer

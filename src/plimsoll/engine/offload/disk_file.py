@@ -25,7 +25,7 @@ from plimsoll.errors import OffloadFailed
 from plimsoll.units import MIB, format_bytes
 
 MARGIN_BYTES = 256 * MIB
-"""The number of bytes that are left free on the disk. On a small disk, a twentieth of the disk is left free if that is less."""
+"""The number of bytes of the disk that stay free. On a small disk, a twentieth of the disk stays free if that is less."""
 ALIGNMENT_BYTES = 4096
 """The size in bytes that ranges of the file are aligned to. It is a page, and a multiple of the block size of any disk."""
 _MOUNTS = Path("/proc/self/mountinfo")
@@ -125,8 +125,8 @@ class BackingFile:
 
     @contextlib.contextmanager
     def _in_use(self) -> Iterator[None]:
-        """Return a context manager that keeps the file descriptor open during a copy. After a close, another file could get its
-        number.
+        """Return a context manager that keeps the file descriptor open during a copy. After a close, the system could give the
+        same descriptor number to another file.
         """
         with self._idle:
             if self._is_closed:
@@ -187,7 +187,7 @@ class Extents:
         return tuple(self._holes)
 
     def fit(self, nbytes: int) -> Extent:
-        """Find a place for ``nbytes``, possibly after the end, and return it as a range.
+        """Return a free range for ``nbytes`` bytes: the first hole that is large enough, or a range after the end.
 
         The range is not marked as used yet.
         """
@@ -224,5 +224,5 @@ class Extents:
             self.end_bytes = start
 
     def _index(self, extent: Extent) -> int:
-        """Return the index of the first hole that does not begin before the extent."""
+        """Return the index of the first hole (free range) that begins at or after the start of the extent."""
         return bisect_left(self._holes, extent.offset, key=attrgetter("offset"))

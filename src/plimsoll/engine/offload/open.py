@@ -107,7 +107,9 @@ class BounceLink(Link):
 
 
 class BounceTicket:
-    """A ticket for one tensor: a ticket of the inner link, and the device's tensor until that ticket is settled."""
+    """A ticket for one offloaded tensor of a device. It holds a ticket of the inner link (to host memory or disk), and the
+    device's tensor until the copy to the inner link has finished.
+    """
 
     def __init__(self, inner: Ticket, source: torch.Tensor, device: torch.device) -> None:
         self._inner = inner

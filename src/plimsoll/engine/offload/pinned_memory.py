@@ -111,10 +111,12 @@ class Buffer:
         self.busy_until: DeviceEvent | None = None
         """The event at the end of the last copy from or to this buffer, or ``None`` if the buffer is known to be idle."""
         self.companions: tuple[torch.Tensor, ...] = ()
-        """Tensors in device memory that this copy uses and that no other object holds."""
+        """Tensors in device memory that the running copy uses and that no other object holds."""
 
     def is_idle(self) -> bool:
-        """Return whether the last copy from or to this buffer has ended. If so, release the device memory that it used."""
+        """Return whether the last copy from or to this buffer has ended. If it has, release the device memory that the copy
+        used.
+        """
         if self.busy_until is not None and not self.busy_until.query():
             return False
         self.busy_until = None

@@ -1,1 +1,1 @@
-"""Keeps optimizer state on a link between steps, and runs the optimizer's step in chunks of parameters."""
+"""Keeps optimizer state in host memory or on disk between steps, and runs the optimizer's step in chunks of parameters."""

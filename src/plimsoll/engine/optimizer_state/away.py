@@ -1,5 +1,5 @@
-"""The ``state`` of an optimizer while some of its tensors are on a link: a mapping that brings a parameter's tensors back when
-its entry is read.
+"""The ``state`` of an optimizer while some of its tensors are on a link (in host memory or on disk): a mapping that brings a
+parameter's tensors back when its entry is read.
 
 In the entry of a parameter, an `AwayTensor` takes the place of each tensor on the link. Code that counts bytes reads the
 mapping with ``dict.values(optimizer.state)``, which does not bring anything back.
@@ -42,15 +42,17 @@ _READABLE = frozenset(
         torch.Tensor.untyped_storage,
     }
 )
-"""What can be read from a stand-in: sizes and the like, but no values."""
+"""Attributes and methods that an `AwayTensor` supports: sizes and the like, but no values."""
 
 
 class AwayTensor(torch.Tensor):
-    """Stands for a tensor of optimizer state that is on a link. It has the tensor's shape, strides and dtype, and no values."""
+    """Stands for a tensor of optimizer state that is in host memory or on disk. It has the tensor's shape, strides and dtype,
+    but no values.
+    """
 
     @staticmethod
     def like(tensor: torch.Tensor) -> torch.Tensor:
-        """Return a stand-in for ``tensor``."""
+        """Return a stand-in for ``tensor``: an object with its shape, strides and dtype, but without values."""
         meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
         return meta.as_subclass(AwayTensor)
 
@@ -74,19 +76,21 @@ class AwayTensor(torch.Tensor):
 
 
 class Keeper(Protocol):
-    """A protocol for the object that keeps an optimizer's tensors on a link."""
+    """A protocol for the object that keeps an optimizer's state on a link (in host memory or on disk)."""
 
     def bring_back(self, parameters: Iterable[Any]) -> None:
-        """Bring the state of the parameters back to the device."""
+        """Bring the state of these parameters back from the link (to host memory or disk) to the device."""
 
     def forget(self, parameters: Iterable[Any]) -> None:
-        """Give up the tensors of these parameters on the link, because their state is replaced."""
+        """Discard the stored state of these parameters, because other state replaces it."""
 
     def copied(self, parameter: Any, state: Any) -> Any:
-        """Return the state of one parameter with copies of the tensors that are on the link."""
+        """Return the state of one parameter. Tensors that are in host memory or on disk are returned as copies."""
 
     def takes_copies(self) -> bool:
-        """Return True once after ``state_dict`` was called: it gets copies, and the tensors stay on the link."""
+        """Return True at the first call after ``state_dict``: its caller gets copies of the state, and the state itself stays
+        on the link (to host memory or disk).
+        """
 
 
 class OffloadedStates(defaultdict[Any, Any]):
@@ -100,7 +104,7 @@ class OffloadedStates(defaultdict[Any, Any]):
         self._keeper = keeper
 
     def present(self, parameter: Any) -> Any:
-        """Return the entry of a parameter without bringing its tensors back, or ``None``."""
+        """Return the state of a parameter as it is, without bringing tensors back to the device; ``None`` if there is none."""
         return dict.get(self, parameter)
 
     def order(self, parameters: Iterable[Any], known: Container[int]) -> None:
@@ -171,8 +175,7 @@ class OffloadedStates(defaultdict[Any, Any]):
 
 
 def is_held_elsewhere(state: dict[Any, Any], key: Any) -> bool:
-    """Return True if something else than this entry holds the tensor or its storage. Sending such a tensor away would not free
-    its memory, and the other holder would not see later steps.
+    """Return True if something else than this entry holds the tensor or its storage.
 
     Example:
         >>> state = {"exp_avg": torch.zeros(4)}

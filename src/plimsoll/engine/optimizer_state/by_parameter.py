@@ -1,8 +1,8 @@
 """Finds out whether an optimizer steps each parameter by itself, so that its step may run in chunks of parameters.
 
 The optimizer's code decides, not its name: a copy of the optimizer steps small stand-ins of its parameters as a whole, and
-another copy steps equal stand-ins one by one, in the opposite order, with its state on a link between. Parameters, state and
-the entries of the groups must be equal bit for bit after each of three steps.
+another copy steps equal stand-ins one by one, in the opposite order, with its state on a link (to host memory or disk) between.
+Parameters, state and the entries of the groups must be equal bit for bit after each of three steps.
 
 Known weakness: a coupling between parameters that appears only at large sizes, or after more steps, is not seen.
 """
@@ -52,7 +52,9 @@ def check_steps_by_parameter(optimizer: Optimizer) -> None:
 
 
 def _difference(optimizer: Optimizer) -> str:
-    """Return what differs if the stand-ins are stepped one by one, or an empty text."""
+    """Return, as text, how parameters or state differ when a copy of the optimizer steps its stand-ins (small replacement
+    parameters) one by one instead of together. Return an empty text if they are equal.
+    """
     whole, single = _copy(optimizer), _copy(optimizer)
     ours, theirs = _parameters(single), _parameters(whole)
     StateOffload(single, [[each] for each in reversed(ours)], _Shelf(), least_bytes=0)
@@ -129,7 +131,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _Shelf(Link):
-    """A link that keeps copies in memory, for the few bytes of the stand-ins."""
+    """A link (storage for tensors) that keeps copies in memory. It is used for the few bytes of the stand-in parameters."""
 
     def __init__(self) -> None:
         self.name = "memory"

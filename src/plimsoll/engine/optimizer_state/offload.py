@@ -1,5 +1,5 @@
-"""Keeps the state of some of an optimizer's parameters on a link between steps. The optimizer's own ``step`` then runs in
-chunks of parameters.
+"""Keeps the state of some of an optimizer's parameters on a link (in host memory or on disk) between steps. The optimizer's own
+``step`` then runs in chunks of parameters.
 
 For each chunk, the state is fetched, the optimizer's own code steps the chunk (``param_groups`` hold only the chunk's
 parameters meanwhile), and the state is sent away. While one chunk leaves, the next arrives, so the device holds the state of at
@@ -38,7 +38,7 @@ from plimsoll.errors import InvalidOption, OffloadFailed
 
 @dataclass(slots=True)
 class _Away:
-    """One tensor of a parameter's state that is on the link."""
+    """One tensor of a parameter's optimizer state that is on the link (in host memory or on disk)."""
 
     key: Any
     stand_in: torch.Tensor
@@ -47,10 +47,10 @@ class _Away:
 
 @dataclass(slots=True)
 class _Before:
-    """The state of one parameter before the step.
+    """The optimizer state of one parameter before the step, to restore it if the step fails.
 
-    ``entries`` has copies of small tensors, and stand-ins for tensors on the link, which ``away`` lists. A large tensor that
-    something else holds is in it as it is; its old values are in `_Undo`.
+    ``entries`` has copies of small tensors, and stand-ins for tensors on the link (to host memory or disk), which ``away``
+    lists. A large tensor that something else holds is in it as it is; its old values are in `_Undo`.
     """
 
     parameter: torch.Tensor
@@ -60,8 +60,9 @@ class _Before:
 
 @dataclass(slots=True)
 class _Undo:
-    """What a step has to put back if it fails: tensors with the ticket of their old values, the state of parameters, and the
-    entries of the groups. It is not complete if the link did not take some values.
+    """Everything that must be restored if a step fails: tensors with a ticket for their old values on the link (to host memory
+    or disk), the state of parameters, and the entries of parameter groups. It is not complete if the link did not take some
+    values.
     """
 
     values: list[tuple[torch.Tensor, Ticket]] = field(default_factory=list)
@@ -109,8 +110,8 @@ class StateOffload:
         self._least_bytes = least_bytes
         self._away: dict[torch.Tensor, list[_Away]] = {}
         self._is_home: dict[torch.Tensor, None] = {each: None for chunk in self._chunks for each in chunk}
-        """Parameters whose state `leave` tries to send. If the link has refused a parameter's state, the parameter is not among
-        them until the next step.
+        """Parameters whose state is on the device and is to be sent to the link (to host memory or disk) by `leave`. A
+        parameter is not in this set until the next step if the link has refused its state.
         """
         self._leaving: list[torch.Tensor] = []
         self._is_stepping = self._takes_copies = self._is_removed = False
@@ -137,11 +138,13 @@ class StateOffload:
 
     @property
     def away_bytes(self) -> int:
-        """The bytes of state that are on the link now."""
+        """The bytes of state that are on the link (to host memory or disk) now."""
         return sum(each.stand_in.numel() * each.stand_in.itemsize for sent in self._away.values() for each in sent)
 
     def leave(self) -> None:
-        """Send away the state that came back because it was read. Tensors that other code still holds stay."""
+        """Send state to the link (to host memory or disk) that came back because other code read it. Tensors that other code
+        still holds stay on the device.
+        """
         optimizer = self._optimizer()
         if not self._is_home or self._is_stepping or self._is_removed or optimizer is None:
             return
@@ -150,7 +153,9 @@ class StateOffload:
         self._settle()
 
     def remove(self) -> None:
-        """Bring all state back, and restore the optimizer. Calling it twice does no harm."""
+        """Bring all optimizer state back to the device, and restore the optimizer's own ``step``. Calling it twice does no
+        harm.
+        """
         optimizer = self._optimizer()
         if self._is_removed:
             return
@@ -189,7 +194,7 @@ class StateOffload:
             self._is_home[parameter] = None
 
     def forget(self, parameters: Iterable[Any]) -> None:
-        """Give up the tensors of these parameters on the link, because their state is replaced."""
+        """Discard the stored state of these parameters, because other state replaces it."""
         for parameter in parameters:
             if isinstance(parameter, torch.Tensor):
                 self._away.pop(parameter, None)
@@ -197,8 +202,9 @@ class StateOffload:
                     self._is_home[parameter] = None
 
     def copied(self, parameter: Any, state: Any) -> Any:
-        """Return the state of one parameter, with copies of the tensors that are on the link. From a GPU, copies are in host
-        memory: all state together may not fit on the device.
+        """Return the state of one parameter. Tensors on the link are returned as copies.
+
+        For a GPU the copies are in host memory, because all state together may not fit on the device.
         """
         sent = self._away.get(parameter, ()) if isinstance(parameter, torch.Tensor) else ()
         there = {each.key: each for each in sent if state.get(each.key) is each.stand_in}
@@ -211,7 +217,9 @@ class StateOffload:
         }
 
     def takes_copies(self) -> bool:
-        """Return True once after ``state_dict`` was called: it gets copies, and the tensors stay on the link."""
+        """Return True at the first call after ``state_dict``: its caller gets copies of the state, and the state itself stays
+        on the link (to host memory or disk).
+        """
         takes, self._takes_copies = self._takes_copies, False
         return takes
 
@@ -228,7 +236,7 @@ class StateOffload:
         self.leave()
 
     def _whole_step_begins(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Called before each step. If other code runs the whole step, bring all state back first."""
+        """Optimizer pre-hook, called before each step. If other code runs the whole step, bring all state back first."""
         if self._is_stepping:
             return
         self.bring_back(list(self._away))
@@ -244,7 +252,9 @@ class StateOffload:
         return any(self._states.present(each) for chunk in self._chunks for each in chunk)
 
     def _adopt(self, optimizer: Optimizer) -> None:
-        """Take over the optimizer's state. Loading a state, or a reset, replaces the mapping."""
+        """Replace the optimizer's state mapping by one that brings tensors back when they are read. Called again after code
+        loads or resets the state, because that replaces the mapping.
+        """
         found = optimizer.state
         if isinstance(found, OffloadedStates) and found is getattr(self, "_states", None):
             return
@@ -345,7 +355,7 @@ class StateOffload:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Let the optimizer step only these parameters."""
+        """Run the optimizer's step for these parameters only."""
         chosen = {id(each) for each in parameters}
         groups = optimizer.param_groups
         whole = [group["params"] for group in groups]
@@ -358,7 +368,9 @@ class StateOffload:
                 group["params"] = params
 
     def _arrive(self, chunk: list[torch.Tensor], undo: _Undo) -> None:
-        """Fetch the state of a chunk, while the chunk before it leaves. Note in ``undo`` what the step will change."""
+        """Fetch the state of a chunk of parameters, while the state of the chunk before is sent to the link (to host memory or
+        disk). Note in ``undo`` what the step will change.
+        """
         stepped = [each for each in chunk if each.grad is not None]
         for parameter in stepped:
             for each in self._away.get(parameter, ()):
@@ -393,7 +405,9 @@ class StateOffload:
         return _Before(parameter, entries, list(self._away.get(parameter, ())))
 
     def _save(self, tensor: torch.Tensor, undo: _Undo) -> None:
-        """Begin to copy a tensor that the step will write to the link."""
+        """Begin to copy the old values of a tensor to the link (to host memory or disk), because the step will write to the
+        tensor.
+        """
         try:
             ticket = self._link.store(_flat(tensor.detach()))
         except OffloadFailed:
@@ -402,7 +416,9 @@ class StateOffload:
         undo.values.append((tensor, ticket))
 
     def _send(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Begin to send the state of these parameters away. A tensor that the link does not take stays on the device."""
+        """Begin to send the state of these parameters away. A tensor that the link (to host memory or disk) does not take stays
+        on the device.
+        """
         for parameter in parameters:
             state = self._states.present(parameter)
             self._is_home.pop(parameter, None)
@@ -434,7 +450,9 @@ class StateOffload:
         )
 
     def _settle(self) -> None:
-        """Wait until all state that is being sent has left, so that its memory is free."""
+        """Wait until all state that is being sent has arrived on the link (to host memory or disk), so that its device memory
+        is free.
+        """
         leaving, self._leaving = self._leaving, []
         for parameter in leaving:
             try:
@@ -445,7 +463,9 @@ class StateOffload:
                 self._stays(parameter, failure)
 
     def _stays(self, parameter: torch.Tensor, failure: OffloadFailed) -> None:
-        """Note that state of a parameter stays on the device until the next step, because the link failed. Warn once."""
+        """Note that state of a parameter stays on the device until the next step, because the link (to host memory or disk)
+        failed. Warn once.
+        """
         self._is_home.pop(parameter, None)
         if not self._has_warned_of_link:
             self._has_warned_of_link = True
@@ -496,7 +516,7 @@ def _alive(reference: weakref.ref[StateOffload]) -> StateOffload:
 
 
 def _closed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """Call the closure that a step was given, or none. Return its result, and the arguments without it."""
+    """Call the closure that was passed to a step, if there is one. Return its result, and the step's arguments without it."""
     closure = kwargs.get("closure", args[0] if args else None)
     if closure is None:
         return None, args, kwargs
@@ -506,7 +526,7 @@ def _closed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[A
 
 
 def _others(group: dict[str, Any]) -> dict[str, Any]:
-    """Return the entries of a group other than its parameters. Tensors among them (a learning rate) are copied."""
+    """Return the entries of a parameter group other than its parameters. Tensors among them (a learning rate) are copied."""
     return {
         key: value.clone() if isinstance(value, torch.Tensor) else value
         for key, value in group.items()
@@ -523,7 +543,7 @@ def _is_large(value: Any, least_bytes: int) -> bool:
 
 
 def _is_flat(tensor: torch.Tensor) -> bool:
-    """Return True if the elements of a tensor fill one piece of memory, in any order of dimensions."""
+    """Return True if the elements of a tensor fill one piece of memory without gaps, in any order of dimensions."""
     is_plain = tensor.layout is torch.strided and not tensor.is_meta
     return is_plain and tensor.numel() > 0 and is_dense(tuple(tensor.shape), tensor.stride())
 

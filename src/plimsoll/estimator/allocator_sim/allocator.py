@@ -207,7 +207,7 @@ class CachingAllocator:
     # Back to the device -----------------------------------------------------------------------------------------
 
     def give_back(self) -> None:
-        """Give free segments, or free pages of expandable segments, back to the device, as ``torch.cuda.empty_cache`` does."""
+        """Return free segments, or free pages of expandable segments, to the device, as ``torch.cuda.empty_cache`` does."""
         for pool in sorted(self.pools.values(), key=lambda pool: pool.is_small):
             for block in pool.free:
                 if self.settings.is_expandable:

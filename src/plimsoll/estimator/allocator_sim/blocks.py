@@ -158,8 +158,8 @@ class Pool:
 
 @dataclass(frozen=True, slots=True)
 class Mapped:
-    """The result of extending a segment, as data: a block that is not in the free list, the bytes of memory that were mapped
-    for it, and the number of mappings.
+    """Data: the result of extending a segment: a block that is not in the free list, the bytes of memory that were mapped for
+    it, and the number of mappings.
 
     ``block`` is ``None`` if the device is out of memory.
     """

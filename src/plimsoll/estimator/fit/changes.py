@@ -1,8 +1,8 @@
 """Finds changes that make a step fit when it does not fit under any plan. Each change is tried alone.
 
-Every change is applied to the smallest point of the search, which is then evaluated again: more memory, half the sequence, no
-accumulation, and compression of saved activations. An 8-bit optimizer and more ranks are evaluated by estimating such a job.
-Changes that cannot be evaluated are listed as unsupported, with the reason.
+Every change is applied to the smallest point (a micro-batch and sequence) of the search, which is then evaluated again: more
+memory, half the sequence, no accumulation, and compression of saved activations. An 8-bit optimizer and more ranks are
+evaluated by estimating such a job. Changes that cannot be evaluated are listed as unsupported, with the reason.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from plimsoll.units import format_bytes_up
 _TOLERATED = "1%"
 """The relative error of gradients that the suggestion to compress activations allows."""
 _RANKS = 8
-"""The number of ranks that the suggestion to shard with ZeRO assumes. It is one node of most accelerators."""
+"""The number of ranks in the suggestion to shard with ZeRO: the devices of one node, for most accelerators."""
 
 
 def find_changes(training: FitTraining, device: SingleDevice, smallest: FitPoint) -> tuple[FitChange, ...]:
-    """Return changes that would help when no point of a search fits. Each change is applied to ``smallest``, the smallest
-    point.
+    """Return changes that would help when no point (a micro-batch and sequence) of a search fits. Each change is applied to
+    ``smallest``, the smallest point.
 
     Changes that make the point fit come first, then changes with more throughput.
     """
@@ -50,7 +50,7 @@ class _Finder:
 
     @property
     def shape(self) -> Shape:
-        """The size (examples and tokens) of the smallest point."""
+        """The micro-batch (examples and tokens) of the smallest point (a micro-batch and sequence) of the search."""
         return Shape(self.smallest.micro_batch, self.smallest.sequence)
 
     def changes(self) -> Iterator[FitChange]:
@@ -149,7 +149,9 @@ class _Finder:
         )
 
     def _with(self, *, budget_bytes: int | None = None, accumulation: Accumulation | None = None) -> SingleDevice:
-        """Return the same device for another budget or another accumulation. Both use the same traces."""
+        """Return an object like the given one that evaluates steps under another budget or another accumulation. Both use the
+        same traces.
+        """
         return dataclasses.replace(
             self.device,
             budget_bytes=self.device.budget_bytes if budget_bytes is None else budget_bytes,

@@ -320,9 +320,10 @@ class _Job:
         )
 
     def _settled(self, search: Search, device: SingleDevice) -> FitPoint | None:
-        """Return the best point (micro-batch and sequence) after tracing it at its own size. Return ``None`` if no point fits.
+        """Trace the best point (micro-batch and sequence) at its own size, and return it. Return ``None`` if no point fits.
 
-        Until then its figures are predictions. The trace may change them, and then another point may be best.
+        Before this trace, the point's figures are predictions. The trace may change them, so that another point is the best;
+        then that one is traced.
         """
         for _ in range(_SETTLINGS):
             best = search.best()
@@ -381,7 +382,7 @@ class _Job:
 def _loaded(
     target: str, batch: Any, loss: Loss | None, sequences: tuple[int, ...] | None, *, is_meta: bool
 ) -> tuple[nn.Module, Any, Loss | None]:
-    """Load a target that is given by name, and return its model, its batch and its loss.
+    """Load a target (a model with its batch) that is given by name, and return its model, batch and loss.
 
     Raises:
         InvalidOption: a batch or a loss was given as well.
@@ -399,7 +400,9 @@ def _loaded(
 
 
 def _notes(device: SingleDevice, points: Sequence[FitPoint], measured: Claim | None) -> Iterator[str]:
-    """Yield notes for the user: how the points were predicted, and whether the best plan exceeded the budget when it ran."""
+    """Yield notes for the user: how the points (micro-batches with their sequences) were predicted, and whether the best plan
+    exceeded the budget when it ran.
+    """
     predicted = [Shape(point.micro_batch, point.sequence) for point in points if not point.is_traced]
     inexact_bytes = max(map(device.inexact_bytes, predicted), default=0)
     if inexact_bytes:
@@ -416,8 +419,8 @@ def _notes(device: SingleDevice, points: Sequence[FitPoint], measured: Claim | N
 
 
 def _seconds_error(measured: Claim | None, costs: Costs) -> float:
-    """Return the relative error of predicted seconds: the error at the best point if that was measured, otherwise the usual
-    error.
+    """Return the relative error of predicted seconds: the error at the best point (a micro-batch and sequence) if that was
+    measured, otherwise the usual error.
     """
     if measured is None:
         return _MEASURED_ERROR if costs.source is CostSource.MEASURED else ROOFLINE_ERROR

@@ -3,8 +3,8 @@
 A larger micro-batch needs more memory (every size grows with it), but is not always faster: fixed costs (launches, reading the
 weights, the optimizer's step) spread over more examples, while a plan has to recompute more. The search has three steps. It
 doubles the micro-batch until nothing fits. It finds the largest micro-batch that does not need a plan, by simulation without a
-solve. Then it halves the gaps on both sides of the best point as long as a point in between could be better: the step without a
-plan bounds every plan's speed, and does not cost a solve.
+solve. Then it halves the gaps on both sides of the best point (a micro-batch and sequence) as long as a point in between could
+be better: the step without a plan bounds every plan's speed, and does not cost a solve.
 
 Known weakness: throughput is assumed to be concave between neighbouring points; a second maximum there is not found.
 """
@@ -52,11 +52,11 @@ class Outlook:
 
     unmanaged_peak_bytes: int
     most_items_per_second: float
-    """Tokens (or examples) per second without a plan. Every plan is slower than this."""
+    """Tokens (or examples) per second without a plan. The speed under a plan cannot be higher."""
 
 
 class Evaluate(Protocol):
-    """The interface through which the search evaluates a size of micro-batch. ``outlook`` is cheap. ``evaluate`` may solve a
+    """The interface through which the search evaluates a size of micro-batch. ``outlook`` is fast. ``evaluate`` may solve a
     plan, which takes long.
     """
 
@@ -130,7 +130,9 @@ class Search:
         return max(fitting, key=lambda p: (p.items_per_second, -p.predicted_peak_bytes), default=None)
 
     def points(self) -> tuple[FitPoint, ...]:
-        """Return all points that were evaluated, ordered by sequence length and micro-batch."""
+        """Return all points (micro-batches with their sequences) that were evaluated, ordered by sequence length and
+        micro-batch.
+        """
         return tuple(self.found[shape] for shape in sorted(self.found, key=lambda s: (s.sequence, s.batch)))
 
     def know(self, shape: Shape) -> FitPoint:
@@ -195,7 +197,9 @@ class _Climb:
             low, high = (middle, high) if self._know(middle).does_fit else (low, middle)
 
     def _refine_best(self) -> None:
-        """Halve the gaps on both sides of the best point, as long as a point in a gap could be better than the best point."""
+        """Halve the gaps on both sides of the best point (a micro-batch and sequence), as long as a point in a gap could be
+        better than the best point.
+        """
         while not self._is_spent():
             middle = self._next_beside_best()
             if middle is None:

@@ -146,7 +146,7 @@ class StepFamily:
     _family: Family[Shape] | None = None
 
     def foreseen(self, shape: Shape) -> tuple[Trace, Costs] | None:
-        """Predict the step at a size that was not traced.
+        """Predict the training step at a size of micro-batch that was not traced.
 
         Return ``None`` if the traces so far do not determine the step, or if this size itself was traced.
         """
@@ -155,8 +155,8 @@ class StepFamily:
         return self._predicted(shape) if self.family.knows(shape) else None
 
     def at(self, shape: Shape, *, must_trace: bool = False) -> tuple[Trace, Costs]:
-        """Return the step at this size as a trace, and the seconds of its ops. With ``must_trace`` the step is traced, never
-        predicted.
+        """Return the step at this size of micro-batch as a trace, and the seconds of its ops. With ``must_trace`` the step is
+        traced, never predicted.
         """
         if shape not in self.traces and (must_trace or not self._is_predictable(shape)):
             self._trace(shape)
@@ -166,7 +166,7 @@ class StepFamily:
 
     @property
     def family(self) -> Family[Shape]:
-        """What the traces so far have in common. Steps at other sizes are predicted from it."""
+        """What the traces so far have in common: the structure of the step, from which steps at other sizes are predicted."""
         if self._family is None:
             self._family = Family(self.traces)
         return self._family
@@ -273,7 +273,7 @@ class SingleDevice:
         return point
 
     def resolve(self, shape: Shape, excess_bytes: int) -> Plan:
-        """Solve the plan again for a size that was settled (traced itself), with ``excess_bytes`` subtracted from the budget.
+        """Solve the plan again for a size that was traced itself, with ``excess_bytes`` subtracted from the budget.
 
         Raises:
             BudgetBelowFloor: no plan fits the smaller budget.
@@ -288,11 +288,11 @@ class SingleDevice:
         return sum(len(family.traces) for family in self._families.values())
 
     def inexact_bytes(self, shape: Shape) -> int:
-        """Return how many bytes of the step at a predicted size are in storages whose sizes are not known exactly."""
+        """Return how many bytes of the step at a predicted size belong to storages whose size could only be interpolated."""
         return self._family(shape).family.inexact_bytes(shape)
 
     def strays(self) -> dict[Shape, str]:
-        """Return a mapping from traced sizes whose step has another structure than the other traces to the difference in
+        """Return the traced sizes at which the step has another structure than in the other traces, each with the difference in
         words.
         """
         return {shape: why for family in self._families.values() for shape, why in family.family.strays.items()}
@@ -339,8 +339,8 @@ class SingleDevice:
 
 
 def described(point: FitPoint, plan: Plan) -> FitPoint:
-    """Return the point (size of micro-batch) with the status, peak, seconds and recomputed bytes of this plan written
-    into it.
+    """Return the point (size of micro-batch) with the figures of this plan filled in: status, peak, seconds and recomputed
+    bytes.
     """
     decisions = [decision for region in plan.regions for decision in region.decisions]
     return msgspec.structs.replace(

@@ -64,7 +64,8 @@ class Boundaries:
                 self._around_group(group, block.path)
 
     def around_stream(self, blocks: Iterable[str], heads: Collection[str]) -> list[str]:
-        """Hook collectives for sequence parallelism: split before the first block of each stack, gather at the end.
+        """Hook collectives for sequence parallelism into the residual stream: split it before the first block of each stack,
+        gather it at the end.
 
         Returns the paths of the norms after the blocks, which work on the divided sequence.
         """
@@ -88,7 +89,7 @@ class Boundaries:
         return norms
 
     def around_heads(self, heads: Iterable[str]) -> None:
-        """Hook the sum of the gradient before each vocabulary-parallel head, whose input is whole on every rank."""
+        """Hook the all-reduce of the gradient before each vocabulary-parallel head, whose input is whole on every rank."""
         for path in heads:
             self._before_inputs(path, self._sum_gradient)
 
@@ -201,7 +202,7 @@ class _Shared:
 
 
 def _change_first(path: str, args: tuple[Any, ...], kwargs: dict[str, Any], change: Change) -> Any:
-    """Return the positional and keyword arguments of a call, with ``change`` applied to its hidden states.
+    """Return the arguments of a call with ``change`` applied to its hidden states.
 
     Hidden states are the first floating-point tensor, by position, then by keyword.
     """

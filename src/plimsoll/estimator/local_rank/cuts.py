@@ -55,7 +55,7 @@ class Shard:
 
 
 class Edits:
-    """Records the changes that are made to a model, and undoes them at the end."""
+    """Records the changes that are made to a model to turn it into one rank's part, and undoes them at the end."""
 
     def __init__(self) -> None:
         self._shards: dict[int, list[Shard]] = {}
@@ -92,11 +92,11 @@ class Edits:
         self.at_end(lambda: vars(module).pop("forward"))
 
     def hook(self, handle: RemovableHandle) -> None:
-        """Remember a hook, which is removed at the end."""
+        """Remember a hook's handle. The hook is removed when the changes are undone."""
         self._handles.append(handle)
 
     def at_end(self, call: Callable[[], None]) -> None:
-        """Remember a function to call at the end, such as one that frees what a hook holds."""
+        """Remember a function to call when the changes are undone, such as one that frees what a hook holds."""
         self._on_undo.append(call)
 
     def swap_parameters(self, model: nn.Module) -> dict[str, tuple[Shard, ...]]:
@@ -141,8 +141,8 @@ _HEAD_WIDTHS = ("all_head_size", "inner_dim", "split_size")
 _MLP_WIDTHS = ("intermediate_size", "intermediate_dim")
 _KEYS_AND_VALUES = frozenset(["k_proj", "v_proj", "wk", "wv"])
 _IN_PARTS = {"c_attn": (3, 2), "gate_up_proj": (2,)}
-"""For each name of a layer that combines several layers side by side, how many it may combine. Each of the combined layers is
-divided among the ranks.
+"""For each layer name that combines several layers side by side (such as query, key and value), how many it may combine. Each
+of them is divided among the ranks.
 """
 
 

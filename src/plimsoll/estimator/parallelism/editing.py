@@ -18,17 +18,19 @@ from plimsoll.artifacts.trace import Category, OpSpec, Phase, RegionCall, Storag
 from plimsoll.planning.costing.host import HOST
 
 GROUP = "shards"
-"""The name of the group of ranks over which ZeRO shards and data parallelism reduces: the dp and cp ranks together."""
+"""The name of the group of ranks over which ZeRO shards tensors and data parallelism reduces gradients: the dp and cp ranks
+together.
+"""
 REPLICAS = "replicas"
 REPLICAS_REDUCE = "hsdp.all_reduce"
 """The name of HSDP's reduction over the group ``REPLICAS``: it adds up shards that were reduced within each replica."""
 BESIDE = (GROUP, REPLICAS, HOST)
-"""The names of the groups whose collectives overlap with compute."""
+"""The names of the groups of ranks whose collectives run at the same time as compute."""
 
 
 @dataclass(frozen=True, slots=True)
 class Inserted:
-    """A moment of the edited trace: while an inserted op runs, or with ``is_after`` when it has ended."""
+    """A moment of the edited trace: the moment while an inserted op runs, or with ``is_after`` the moment when it has ended."""
 
     number: int
     is_after: bool = False
@@ -84,7 +86,8 @@ class Edit:
     def op(
         self, tick: int, module: str, cost_key: str, spec: OpSpec, phase: Phase | None = None, *, region: int = -1
     ) -> Inserted:
-        """Insert an op before a tick. ``region`` is the index of the region that contains the op, or -1 outside all regions.
+        """Insert an op before a tick (the position of an op). ``region`` is the index of the region (a module that the plan
+        decides about) that contains the op, or -1 outside all regions.
 
         Without ``phase``, the op has the phase of the op at the tick. At the end of the trace, that phase is backward.
         """
@@ -102,7 +105,7 @@ class Edit:
         return number
 
     def end(self, added: int, dies: Moment) -> None:
-        """Set the moment when an added storage dies."""
+        """Set the moment at which a storage that was added to the trace is freed."""
         place = added - len(self.trace.storages)
         storage, born, _ = self._added[place]
         self._added[place] = (storage, born, dies)
@@ -143,8 +146,8 @@ class Edit:
 
 
 class TickClock:
-    """Converts ticks (positions of ops) of the original trace, and inserted ops, to ticks of the trace after ops were inserted
-    before ``positions``.
+    """Converts positions in the original trace to positions in the edited trace. A position (tick) is the index of an op; ops
+    were inserted before ``positions``.
     """
 
     def __init__(self, positions: Sequence[int], ticks: int) -> None:
@@ -199,5 +202,7 @@ def _region(call: RegionCall, clock: TickClock) -> RegionCall:
 
 
 def moved_slot(slot: Slot, at: Callable[[int], int]) -> Slot:
-    """Return the slot (the place where autograd keeps a saved tensor) with each of its ticks converted by ``at``."""
+    """Return a slot (the record of one tensor that autograd saved) with each of its ticks (positions of ops) converted by the
+    function ``at``.
+    """
     return replace(slot, packed=at(slot.packed), unpacked=at(slot.unpacked), released=at(slot.released))

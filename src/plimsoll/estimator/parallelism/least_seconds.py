@@ -22,7 +22,7 @@ from plimsoll.planning.costing.roofline import is_product, roofline_costs
 
 _NOT_PER_SAMPLE = frozenset(["dp", *BESIDE])
 _MANY = 1 << 10
-"""How many times as large the micro-batch of the bound is. Launches and latencies then hardly count."""
+"""The factor by which the micro-batch is enlarged to compute the lower bound. Launches and latencies then hardly count."""
 _OF_SAMPLES = (Category.ACTIVATION, Category.TEMPORARY)
 _ITEM_BYTES = (1, 2, 4, 8)
 
@@ -60,8 +60,8 @@ def least_seconds(trace: Trace, device: Device, layout: Layout) -> dict[Phase, f
 
 
 def _enlarged(spec: OpSpec) -> OpSpec:
-    """Return the op for a micro-batch that is many times as large. Products move no bytes in it, and their tiles fill the
-    device.
+    """Return the op as it would be in a micro-batch that is many times as large. Matrix products then move no bytes, and their
+    tiles fill the device.
     """
     moved_bytes = 0 if is_product(spec.name) else spec.moved_bytes * _MANY
     return msgspec.structs.replace(spec, flops=spec.flops * _MANY, moved_bytes=moved_bytes, product=None)

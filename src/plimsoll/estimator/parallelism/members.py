@@ -1,4 +1,4 @@
-"""Finds the pipeline stage of every op, parameter and storage, and what crosses stage boundaries, without torch."""
+"""Finds the pipeline stage of every op, parameter and storage, and which tensors cross stage boundaries, without torch."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from plimsoll.errors import InvalidLayout
 
 @dataclass(frozen=True, slots=True)
 class Membership:
-    """The assignment of ops, regions and storages to pipeline stages, as data.
+    """The assignment of ops, regions (modules that the plan decides about) and storages to pipeline stages, as data.
 
     ``op_stages`` has the stage of each op. ``starts`` has the index of each stage's first region.
     """
 
     starts: tuple[int, ...]
     stage_of: tuple[int, ...]
-    """The stage of each region call, in the order of the calls."""
+    """For each region call (a call of a repeated block), the number of its pipeline stage, in the order of the calls."""
     op_stages: tuple[int, ...]
     static_stages: dict[int, frozenset[int]]
     """A mapping from each storage that existed before the step to the stages that hold it."""
@@ -73,7 +73,7 @@ def assign(trace: Trace, counts: Sequence[int]) -> Membership:
 
 
 def even_counts(regions: int, stages: int) -> tuple[int, ...]:
-    """Return the number of region calls of each stage, as even as possible.
+    """Return the number of region calls (calls of modules that the plan decides about) of each stage, as even as possible.
 
     The first and the last stage get the smaller numbers.
 
@@ -88,7 +88,8 @@ def even_counts(regions: int, stages: int) -> tuple[int, ...]:
 
 
 def stage_counts(trace: Trace, layout: Layout, facts: ModelFacts, costs: Callable[[], Costs]) -> tuple[int, ...]:
-    """Return the number of region calls of each stage, by the layout's own numbers or its rule.
+    """Return the number of region calls (calls of modules that the plan decides about) of each stage, by the layout's own
+    numbers or its rule.
 
     Args:
         trace: the whole step.
@@ -100,8 +101,8 @@ def stage_counts(trace: Trace, layout: Layout, facts: ModelFacts, costs: Callabl
         InvalidLayout: the rule cannot cut the model.
 
     Source: nanotron's ``build_model`` and ``get_block_compute_costs``; Megatron-Core's ``get_num_layers_to_build``;
-    torchtitan's ``generate_llm_fqn_per_model_part``. Known weakness: nanotron may give its last stages only the head, while
-    a stage here has at least one block; recomputation may make a stage slower than ``cost`` assumes.
+    torchtitan's ``generate_llm_fqn_per_model_part``. Known weakness: nanotron may give its last stages only the head, while a
+    stage here has at least one block; recomputation may make a stage slower than ``cost`` assumes.
     """
     blocks, stages, cut = len(trace.regions), layout.stages, layout.cut
     if not isinstance(cut, StageRule):
@@ -196,7 +197,7 @@ def _by_cost(seconds: Sequence[float], stages: int) -> tuple[int, ...]:
 
 
 def _users(trace: Trace, op_stages: Sequence[int]) -> dict[str, set[int]]:
-    """Return a mapping from each module to the stages that run forward ops of it."""
+    """Return a mapping from each module to the pipeline stages that run forward ops of it."""
     users: dict[str, set[int]] = {}
     for tick, op in enumerate(trace.ops):
         if op.phase is Phase.FORWARD:
@@ -205,9 +206,9 @@ def _users(trace: Trace, op_stages: Sequence[int]) -> dict[str, set[int]]:
 
 
 def readers_of(trace: Trace, stage_of: Sequence[int]) -> dict[int, set[int]]:
-    """Return a mapping from each storage to the stages whose regions read or save it.
+    """Return a mapping from each storage to the pipeline stages whose blocks read or save it.
 
-    Merely passing it through a region does not count.
+    Merely passing it through a block does not count.
     """
     readers: dict[int, set[int]] = {}
     for call in trace.regions:
@@ -238,7 +239,9 @@ def _parameter_stages(
 
 
 def region_of(name: str, regions: Container[str]) -> str | None:
-    """Return the region that contains a parameter or buffer, by its name; ``None`` if it is outside all regions."""
+    """Return the region (repeated block) that contains a parameter or buffer, by its name; ``None`` if it is outside all
+    regions.
+    """
     parts = name.split(".")
     prefixes = (".".join(parts[:depth]) for depth in range(len(parts)))
     return next((prefix for prefix in prefixes if prefix in regions), None)
@@ -270,7 +273,7 @@ def _static_stages(
 
 
 def tied_parameters(trace: Trace, members: Membership) -> tuple[TraceParameter, ...]:
-    """Return the parameters that more than one stage holds."""
+    """Return the parameters that more than one pipeline stage holds, because their modules share them."""
     return tuple(p for p, stages in zip(trace.parameters, members.parameter_stages, strict=True) if len(stages) > 1)
 
 

@@ -38,7 +38,7 @@ class OverlappedSeconds:
 
     ``reduction_seconds`` is what the all-reduce of replicated gradients adds to the last micro-batch's backward,
     ``optimizer_seconds`` is the optimizer's step and the gather that follows it. Data-parallel collectives of forward and
-    backward take ``communication_seconds``; compute waits for them during ``exposed_seconds``.
+    backward take ``communication_seconds``; of this time, compute waits during ``exposed_seconds``.
     """
 
     forward_seconds: float
@@ -50,7 +50,7 @@ class OverlappedSeconds:
 
     @property
     def hidden_share(self) -> float:
-        """The share of the data-parallel collectives' time in forward and backward that compute hides.
+        """The share of the data-parallel collectives' time in forward and backward during which something is computed.
 
         It is 1 without such collectives.
         """
@@ -58,9 +58,9 @@ class OverlappedSeconds:
 
 
 def overlapped_seconds(trace: Trace, costs: Costs, *, gathers_late: bool = False) -> OverlappedSeconds:
-    """Return the seconds of one rank whose data-parallel collectives overlap with compute.
+    """Return the seconds of one rank whose data-parallel collectives run at the same time as compute.
 
-    With ``gathers_late``, the gather after the optimizer's step overlaps with the next forward.
+    With ``gathers_late``, the gather after the optimizer's step runs during the next forward.
 
     Example:
         >>> seconds = overlapped_seconds(trace, roofline_costs(trace, device, layout))  # doctest: +SKIP

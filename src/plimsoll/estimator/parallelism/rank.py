@@ -2,7 +2,7 @@
 
 Added to the trace are ZeRO's shards and gathered copies, collectives as ops with their buffers, gradients that last over
 micro-batches, optimizer state, master weights, and the optimizer's step as one op at the end. The trace stays that of one
-micro-batch; ``overlap`` says what happens once per step and what compute hides.
+micro-batch; the module ``overlap`` computes what happens once per step, and which collectives run during compute.
 
 ZeRO-3 is modelled on FSDP2 (torch 2.13, ``torch.distributed.fsdp._fully_shard``) with its defaults: ``fully_shard`` on every
 block and on the model, resharding after forward (the root stays), implicit prefetch in forward, explicit in backward.
@@ -19,8 +19,8 @@ ZeRO-2 reduces gradients in the same way, and holds whole parameters: they are g
 
 With several micro-batches gradients exist from the start; every backward makes new ones, adds them and frees them. DDP
 (torch's, ``gradient_as_bucket_view=True``; Megatron's buffers are alike) keeps all gradients in buckets, which exist from the
-start as well: a new gradient is copied to its place and freed. A bucket is reduced as soon as its last gradient exists.
-Buckets have 25 MiB, the first 1 MiB, and are filled as backward makes gradients (DDP's order after its first step).
+start as well: a new gradient is copied to its place and freed. A bucket is reduced as soon as its last gradient exists. Buckets
+have 25 MiB, the first 1 MiB, and are filled as backward makes gradients (DDP's order after its first step).
 
 Source: torch/nn/parallel/distributed.py and torch/csrc/distributed/c10d/reducer.cpp, torch 2.13. Known weakness: only the
 default buffers are modelled; resharding to a smaller group is not.
@@ -58,9 +58,9 @@ _TICKS_TO_ACCUMULATE = 2
 
 
 def accumulate(edit: Edit, gradients: Sequence[Gradients], held: HeldTypes) -> None:
-    """Change the trace so that gradients exist from the start, as when micro-batches accumulate.
+    """Change the trace so that gradients exist from the start of the step, as when micro-batches accumulate.
 
-    New gradients live only until they are added to these.
+    A new gradient then lives only until it is added to the existing one.
     """
     for each in gradients:
         times = each.unit.times(is_wide=held.gradients)
@@ -108,10 +108,12 @@ def reduce_in_buckets(edit: Edit, gradients: Sequence[Gradients], held: HeldType
 
 
 def _make_passing(edit: Edit, storage: Storage, held: HeldTypes) -> None:
-    """Let a new gradient live only until it is added to the accumulated gradient. If ``held`` says that gradients in the
-    model's dtype last as well, add a storage for this one.
+    """Shorten the life of a new gradient in the trace: it lives only until it is added to the accumulated gradient.
 
     A chunked loss makes its gradients in forward; they are added when backward starts.
+
+    If ``held`` says that gradients in the model's dtype last as well, a storage for this one is added. A chunked loss makes its
+    gradients in forward; they are added when backward starts.
     """
     if held.own_gradients:
         edit.add(storage.bytes, Category.GRADIENT, f"own type of {storage.label}", -1, None)
@@ -168,7 +170,8 @@ class Sharding:
     def gather_in_forward(self) -> None:
         """Insert the gathers of ZeRO-3 in forward.
 
-        The root (parameters outside blocks) is gathered first, for the whole step. Then each block is gathered before it runs.
+        The parameters outside blocks (the root) are gathered first, for the whole step. Then each block is gathered before it
+        runs.
         """
         sharded = [unit for unit in self.units if unit.ranks > 1]
         roots = [unit for unit in sharded if not unit.calls]
@@ -220,7 +223,7 @@ class Sharding:
                 self.edit.add(size, Category.PARAMETER, _unsharded(parameter), born, dies)
 
     def run_backward(self, gradients: Sequence[Gradients], *, is_gathering: bool) -> None:
-        """Insert gathers (ZeRO-3) and reductions in backward, from the last block to the first.
+        """Insert gathers (ZeRO-3) and reductions of gradients in backward, from the last block to the first.
 
         The root's gradients are reduced at the end.
         """
@@ -248,8 +251,8 @@ class Sharding:
         self._prefetched[call.name] = [(unit, self._gather(tick, unit)) for unit in mine]
 
     def _reduce(self, gradients: Gradients) -> None:
-        """Insert the reduction of one unit's gradients: a copy into one buffer, after which the gradients are freed, and a
-        reduce-scatter of the buffer.
+        """Insert the reduction of the gradients of one unit (parameters that are gathered together): a copy into one buffer,
+        after which the gradients are freed, and a reduce-scatter of the buffer.
 
         With several micro-batches, the result is added to existing shards.
         """
@@ -273,7 +276,7 @@ class Sharding:
         self._keep_shard(unit, reduced, tick, (whole_bytes // unit.ranks, kept // unit.ranks))
 
     def _keep_shard(self, unit: ShardedUnit, reduced: Inserted, tick: int, sizes: tuple[int, int]) -> None:
-        """Keep the reduced shard of a unit's gradients.
+        """Add the reduced shard of a unit's gradients (of one block, for example) to the trace as a storage that lasts.
 
         ``sizes`` are the shard's bytes as reduced and as kept, which may differ in dtype.
         """
@@ -310,7 +313,7 @@ def _unsharded(parameter: TraceParameter) -> str:
 
 PARTLY_SHARDED = 2
 _PARAMETER_SHARDS = 3
-"""The first stage of ZeRO that shards parameters. ``PARTLY_SHARDED`` is the first stage that shards gradients."""
+"""The first stage of ZeRO (1, 2 or 3) that shards parameters. ``PARTLY_SHARDED`` is the first stage that shards gradients."""
 
 
 def rank_trace(

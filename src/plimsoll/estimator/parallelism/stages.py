@@ -43,8 +43,8 @@ from plimsoll.estimator.parallelism.members import (
 class StageTrace:
     """One stage of a pipeline, as data: its own step as a trace, and what it exchanges with its neighbours per micro-batch.
 
-    ``regions`` are indices of the whole trace's region calls. ``received_bytes`` come from the previous stage in forward; in
-    backward, as many bytes go back for tensors that have a gradient.
+    ``regions`` are indices of the whole trace's region calls (calls of modules that the plan decides about). ``received_bytes``
+    come from the previous stage in forward; in backward, as many bytes go back for tensors that have a gradient.
     """
 
     index: int
@@ -58,10 +58,10 @@ def split_stages(
 ) -> tuple[StageTrace, ...]:
     """Cut the step of one micro-batch into stages, and return the trace of each stage.
 
-    The trace must not contain an optimizer step. ``counts`` are region calls per stage, by default as even as possible. Stages
-    are in the order of the model, and each op is in one of them; a single stage has the trace unchanged. ``keeps_sent`` says
-    whether a stage holds what it sent until its backward, as torch's schedules do; Megatron-Core frees it
-    (``deallocate_pipeline_outputs``).
+    The trace must not contain an optimizer step. ``counts`` are region calls (calls of modules that the plan decides about) per
+    stage, by default as even as possible. Stages are in the order of the model, and each op is in one of them; a single stage
+    has the trace unchanged. ``keeps_sent`` says whether a stage holds what it sent until its backward, as torch's schedules do;
+    Megatron-Core frees it (``deallocate_pipeline_outputs``).
 
     Raises:
         InvalidLayout: more stages than region calls, or counts that do not add up.
@@ -130,7 +130,7 @@ def _checked(trace: Trace, layout: Layout, counts: Sequence[int] | None) -> tupl
 
 class _Stage:
     """Builds the trace of one pipeline stage from the trace of the whole step. Ticks (positions of ops), storages and regions
-    get new numbers.
+    (modules that the plan decides about) get new numbers.
     """
 
     def __init__(
@@ -151,7 +151,9 @@ class _Stage:
         self.storages: list[Storage] = []
 
     def tick(self, tick: int) -> int:
-        """Convert a tick (the position of an op) of the whole step to a tick of the stage. -1 stays -1."""
+        """Convert a tick (the position of an op) of the whole step to a tick of this pipeline stage. -1 (before the step) stays
+        -1.
+        """
         return tick if tick < 0 else self.before[min(tick, len(self.trace.ops))]
 
     def build(self, storages: Sequence[Storage]) -> Trace:

@@ -1,4 +1,4 @@
-"""Groups the parameters of one stage into units, which are gathered and reduced together, without torch.
+"""Groups the parameters of one pipeline stage into units, which ZeRO gathers and reduces together, without torch.
 
 A unit is what ``fully_shard`` would be called on: every block (region) with its parameters, and the rest as the root. Under
 expert parallelism a block's experts are a separate unit: expert-parallel ranks hold different experts, so only ``dp * cp / ep``
@@ -40,7 +40,7 @@ class HeldTypes:
 
 
 AS_COMPUTED = HeldTypes()
-"""The setting under which a rank holds everything in the dtype that the model computes in."""
+"""The setting in which a rank holds every tensor in the dtype that the model computes in."""
 _WIDE_BYTES = 4
 _NARROW = ("bf16", "f16")
 
@@ -68,26 +68,28 @@ class ShardedUnit:
 
     @property
     def label(self) -> str:
-        """The name that messages give the unit."""
+        """The name that messages give this unit of parameters."""
         return (self.name or "the rest of the model") + (" experts" if self.is_expert else "")
 
     @property
     def dtype(self) -> str:
-        """The dtype of the unit's parameters."""
+        """The dtype of the parameters of this unit (parameters that are gathered together)."""
         return self.parameters[0].dtype
 
     def times(self, *, is_wide: bool) -> int:
-        """Return the factor from the unit's own bytes to its bytes in float32 (``is_wide``) or in its own dtype: 1 or 2."""
+        """Return the factor from the own bytes of this unit of parameters to its bytes in float32 (``is_wide``) or in its own
+        dtype: 1 or 2.
+        """
         return 2 if is_wide and self.dtype in _NARROW else 1
 
     @property
     def padded_bytes(self) -> int:
-        """The bytes of all the unit's parameters before sharding, each padded to a multiple of the ranks."""
+        """The bytes of all parameters of this unit before sharding, each padded to a multiple of the ranks."""
         return sum(self.ranks * shard_bytes(p, self.ranks) for p in self.parameters)
 
     @property
     def padded_gradient_bytes(self) -> int:
-        """The bytes of the unit's trainable parameters before sharding, each padded to a multiple of the ranks."""
+        """The bytes of the trainable parameters of this unit before sharding, each padded to a multiple of the ranks."""
         return sum(self.ranks * shard_bytes(p, self.ranks) for p in self.parameters if p.is_trainable)
 
 
@@ -148,7 +150,9 @@ def is_expert(name: str) -> bool:
 
 
 def shard_of(parameter: TraceParameter, ranks: int) -> TraceParameter:
-    """Return the padded shard that one rank holds. A parameter without dimensions cannot be cut and is returned unchanged."""
+    """Return the padded shard of a parameter that one rank holds. A parameter without dimensions cannot be cut and is returned
+    unchanged.
+    """
     if not parameter.shape or not parameter.bytes:
         return parameter
     first, *others = parameter.shape
@@ -159,7 +163,7 @@ def shard_of(parameter: TraceParameter, ranks: int) -> TraceParameter:
 
 @dataclass(frozen=True, slots=True)
 class Gradients:
-    """The gradients that backward makes for one unit, as data.
+    """Data: the gradients that backward makes for one unit (parameters that are gathered together).
 
     All of them exist before the tick (position among the ops) ``whole``.
     """
@@ -191,8 +195,8 @@ def gradients_of(trace: Trace, units: Sequence[ShardedUnit]) -> tuple[Gradients,
 
 
 def _take(pool: list[Storage], unit: ShardedUnit) -> list[Storage]:
-    """Remove from ``pool``, the gradients of a block, those that have the sizes of the unit's parameters. Return the removed
-    gradients.
+    """Remove from ``pool``, the gradients of a block, those whose sizes are the sizes of the unit's parameters. Return the
+    removed gradients.
     """
     left = Counter(parameter.bytes for parameter in unit.parameters if parameter.is_trainable)
     mine = []

@@ -154,7 +154,8 @@ def in_flight(orders: Orders, stages: int) -> tuple[int, ...]:
 
 
 def most_in_flight(actions: Sequence[Action]) -> dict[int, int]:
-    """Return the most micro-batches that are between forward and last backward action at one time, for each stage of one rank.
+    """Return, for each stage of one rank, the most micro-batches that are between their forward and their last backward action
+    at one time.
 
     The result is a mapping from the stage's number to the number of micro-batches.
 
@@ -184,7 +185,7 @@ def held_bytes(orders: Orders, bytes_by_stage: Sequence[int]) -> tuple[int, ...]
 
 
 def _holding(actions: Sequence[Action]) -> Iterator[tuple[int, int]]:
-    """Yield, for each action that changes what is held, the stage and +1 or -1.
+    """Yield the changes of what a rank holds: for each action that changes it, the stage and +1 or -1.
 
     +1 means that forward starts to hold a micro-batch, -1 that the last action of its backward frees it.
     """

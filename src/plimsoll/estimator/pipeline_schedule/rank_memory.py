@@ -63,8 +63,8 @@ _NAMES = {
 def rank_peak(actions: Sequence[Action], stages: Mapping[int, StageMemory], *, beside_bytes: int = 0) -> RankPeak:
     """Return the most bytes that one rank holds at any moment of a step, and the action during which it holds them.
 
-    ``actions`` are the rank's actions in order, ``stages`` maps the rank's stages to their memory. ``beside_bytes`` are
-    additional bytes held all the time: receive buffers, optimizer state.
+    ``actions`` are the rank's actions in order, ``stages`` maps the rank's stages to their memory. ``beside_bytes`` are held
+    all the time in addition: receive buffers, optimizer state.
 
     Example:
         >>> from plimsoll.artifacts.job import Layout

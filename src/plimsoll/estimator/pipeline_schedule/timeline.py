@@ -170,7 +170,7 @@ class _Machine:
         self.ranks = [_Rank(actions, deque(filter(self._rebuilds, actions))) for actions in orders]
 
     def run(self) -> None:
-        """Run the actions of every rank as far as possible.
+        """Run the actions of all ranks, each as soon as possible.
 
         A rank that waits is resumed when the action that it waits for ends.
         """
@@ -281,7 +281,9 @@ class BubbleGrowth:
 
     @property
     def regained_seconds(self) -> float:
-        """The seconds of the step that running recomputation ahead saves, compared with recomputation inside backward."""
+        """How much shorter the step becomes, in seconds, if recomputation runs ahead of time in idle seconds instead of inside
+        backward.
+        """
         return self.inside.step_seconds - self.ahead.step_seconds
 
 

@@ -1,1 +1,1 @@
-"""Builds a model and a batch from a user's target: a function, a config.json, or a catalogue name."""
+"""Builds a model and a batch from the text that names the user's target: a function, a config.json, or a catalogue name."""

@@ -35,10 +35,10 @@ Other implementations are downloaded as kernels.
 _COUNT = re.compile(r"^(n|num|number)_.*(layers?|blocks?|stages?)$|^(depths?|n_layer)$|(?<!window)_layers$")
 _MOST_LAYERS = 4096
 _VARIANT = re.compile(r"(-(instruct|chat|base|it|hf|v0\.3))+$")
-"""Words at the end of a model's name for weights of the same sizes."""
+"""Words at the end of a model's name that name other weights of the same sizes, such as ``Instruct``."""
 _DIFFUSERS_CLASS = "_class_name"
 _OWN_NAMES = ("timm", "diffusers")
-"""The libraries whose own model names can be targets."""
+"""The libraries whose own model names can be targets (texts that name a model with its batch)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,7 +145,8 @@ def split_target(text: str) -> tuple[str, str]:
 
 
 def check_target(text: str) -> None:
-    """Refuse text that cannot be a target, before torch is imported. Code of the named package is not run.
+    """Raise an error for text that cannot be a target (a name of a model with its batch), before torch is imported. Code of the
+    named package is not run.
 
     Raises:
         InvalidTarget: the name, file or configuration is invalid, or the package does not exist.
@@ -159,7 +160,9 @@ def check_target(text: str) -> None:
 
 
 def explain_import(module_name: str, error: BaseException) -> InvalidTarget:
-    """Return the error to raise if a target's module cannot be imported. It explains ``error``, the exception of the import."""
+    """Return the error to raise if a target's module (the module in ``package.module:function``) cannot be imported. It
+    explains ``error``, the exception of the import.
+    """
     return InvalidTarget(
         f"The module {module_name} cannot be imported.",
         why=f"{type(error).__name__}: {error}",
@@ -284,7 +287,8 @@ _GPT_WIDENING = 4
 
 
 def facts_of(recipe: Recipe, *, batch: int | None = None, sequence: int | None = None) -> ModelFacts:
-    """Return the model's sizes that the recipe's fields give. A size that they do not give is ``None``.
+    """Return the sizes of a model that follow from the recipe's fields (the model's configuration). A size that they do not
+    give is ``None``.
 
     ``batch`` and ``sequence`` override the recipe's own.
 

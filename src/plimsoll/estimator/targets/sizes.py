@@ -19,7 +19,8 @@ _TIED_BY_DEFAULT = ("gpt2",)
 
 
 def count_parameters(recipe: Recipe) -> int | None:
-    """Return the number of parameters (elements) of a recipe's model; a tied parameter counts once.
+    """Return the number of parameters (elements) of the model that a recipe (its configuration) describes; a tied parameter
+    counts once.
 
     Return ``None`` if the kind of model is not one of those that this module counts, or if the configuration lacks a size.
 

@@ -24,11 +24,12 @@ _SEED = 0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetOptions:
-    """Options for building a target from a configuration. A target that is a function decides these itself.
+    """Options for building a target (a model with its batch) from a configuration. A target that is a function decides these
+    itself.
 
     With ``is_meta`` the model is on the meta device: enough to plan for a device that is not here. ``precision`` is ``None``
-    for the configuration's own dtypes. ``check`` receives the model on the meta device, before memory is allocated for it;
-    it raises if the model is too large.
+    for the configuration's own dtypes. ``check`` receives the model on the meta device, before memory is allocated for it; it
+    raises if the model is too large.
     """
 
     batch: int | None = None
@@ -71,11 +72,11 @@ class Target:
 
 
 def load_target(text: str, options: TargetOptions) -> Target:
-    """Load the target that the command line names.
+    """Load the target (model, batch and loss) that the command line names.
 
     Args:
-        text: ``package.module:function`` (the working directory is importable), the path of a ``config.json``,
-            ``timm/NAME``, ``diffusers/CLASS``, or a name from the catalogue.
+        text: ``package.module:function`` (the working directory is importable), the path of a ``config.json``, ``timm/NAME``,
+            ``diffusers/CLASS``, or a name from the catalogue.
         options: batch size, sequence length, device and precision, for targets other than functions.
 
     Raises:
@@ -89,7 +90,9 @@ def load_target(text: str, options: TargetOptions) -> Target:
 
 
 def refuse_sizes(text: str, options: TargetOptions) -> None:
-    """Raise if options are given that a target function would ignore, because it chooses its own batch and device."""
+    """Raise an error if options are given that a target function (a user's function that returns model and batch) would ignore,
+    because it chooses its own batch and device.
+    """
     ignored = [
         name
         for name, is_given in (
@@ -155,7 +158,7 @@ def _unpack(text: str, made: object) -> Target:
 
 
 def _with_stream(text: str, model: torch.nn.Module, batch: Any, loss: Callable[[Any], torch.Tensor] | None) -> Target:
-    """Make a target from a batch, or from a stream of batches (loader, list, iterator).
+    """Make a target (a model with its batches) from a batch, or from a stream of batches (loader, list, iterator).
 
     Commands that need only one batch use the first batch of the stream.
     """

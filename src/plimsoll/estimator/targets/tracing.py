@@ -1,4 +1,4 @@
-"""Traces one rank's step of a target with fake tensors, or takes an earlier trace from the cache.
+"""Traces one rank's step of a target (a model with its batch) with fake tensors, or takes an earlier trace from the cache.
 
 An answer from the cache does not import torch or transformers.
 """
@@ -38,7 +38,7 @@ Its attention is FlashAttention, as in the published runs that estimates are com
 
 
 _TRACED_TILES = 2
-"""The first tile of a call is followed by others like the second: then sums of gradients exist already."""
+"""The number of tiles of a call that are traced. All tiles after the second need the same memory as the second."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +81,8 @@ def target_facts(request: TraceRequest) -> ModelFacts | None:
 def trace_target(
     request: TraceRequest, *, cache: AnswerCache[TracedTarget] | None = None, progress: Progress = silent
 ) -> TracedTarget:
-    """Trace the step of one rank with fake tensors, or return the cached trace of an earlier run.
+    """Trace one rank's step of a target (a model with its batch) with fake tensors, or return the cached trace of an earlier
+    run.
 
     Only traces of configurations are cached; with ``cache=None`` the step is always traced. Facts describe the whole model.
 
@@ -103,7 +104,9 @@ def trace_target(
 
 
 def _question(request: TraceRequest, recipe: Recipe) -> dict[str, Any]:
-    """Return the key of the cache: a mapping with everything that the trace depends on, except the versions of libraries."""
+    """Return the cache's key for a trace: a mapping with everything that the trace depends on, except the versions of
+    libraries.
+    """
     return {
         "name": recipe.name,
         "library": recipe.library,
@@ -191,7 +194,7 @@ def _one_rank_of(model: torch.nn.Module, request: TraceRequest) -> Iterator[tupl
 
 
 def _facts(request: TraceRequest, recipe: Recipe | None, target: Target) -> ModelFacts:
-    """Return the configuration's facts (sizes of the model), completed with the built model's number of parameters."""
+    """Return the sizes of the model from its configuration, completed with the built model's number of parameters."""
     if recipe is None:
         facts = described(target)
     else:

@@ -34,7 +34,8 @@ __all__ = ["PlanMismatch", "compare", "compiler_options", "estimate", "fit", "pl
 
 
 def wrap(function: Callable[..., Any], plan: Plan, *, argnums: int | Sequence[int] = 0) -> Callable[..., Any]:
-    """Return the same function, but its gradient holds only the values that the plan keeps, and recomputes the rest.
+    """Return a function that does the same as the given function, but whose gradient holds only the values that the plan keeps,
+    and recomputes the rest.
 
     Values and gradients are equal to those without a plan. The result may be jitted, differentiated and vectorised. Calls at
     other sizes follow the same decisions, but the budget was checked only for the plan's own sizes.

@@ -20,7 +20,7 @@ from plimsoll.integrations.jax.program import is_float
 
 @dataclass(frozen=True)
 class _Leaf:
-    """Data: one leaf of the arguments.
+    """Data: one leaf of the tree of a function's arguments.
 
     ``at`` is its index among the arrays. If the leaf is not an array, ``at`` is -1 and ``fixed`` is the leaf.
     """
@@ -48,7 +48,7 @@ class _Object:
 
 
 class Arguments:
-    """A function's arguments.
+    """The arguments of a JAX function, as a list of arrays and the structure around them.
 
     ``arrays`` are the arrays in them, and ``active`` says for each array whether to differentiate it.
     """
@@ -63,13 +63,16 @@ class Arguments:
         self._parts, self._named = parts, self._read(dict(kwargs), is_wanted=False)
 
     def rebuilt(self, arrays: Sequence[Any]) -> tuple[list[Any], dict[str, Any], list[Any]]:
-        """Return the arguments with other arrays in them: by position, by name, and the objects of flax.nnx among them."""
+        """Return the function's arguments with other arrays in place of the original ones: positional, named, and the objects
+        of flax.nnx among them.
+        """
         objects: list[Any] = []
         parts = [_built(each, arrays, objects) for each in (*self._parts, self._named)]
         return parts[:-1], parts[-1], objects
 
     def changed(self, arrays: Sequence[Any], objects: Sequence[Any]) -> dict[int, Any]:
-        """Return the values that a function has put into the objects in place of the given ones, by index of the array.
+        """Return the new values of variables that a function has changed in objects of flax.nnx, by the index of the array that
+        each replaces.
 
         Raises:
             InvalidOption: the function added, removed or restructured variables of an object.
@@ -89,7 +92,9 @@ class Arguments:
         return found
 
     def write(self, values: Mapping[int, Any]) -> None:
-        """Write values into the given objects. ``values`` maps the index of an array to its new value."""
+        """Write new values into the variables of the objects that the user passed. ``values`` maps the index of an array to its
+        new value.
+        """
         for each in self._held():
             own = [v for v in each.variables if any(leaf.at in values for leaf in v.leaves)]
             if own:

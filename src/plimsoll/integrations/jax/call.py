@@ -32,7 +32,7 @@ def compiler_options() -> dict[str, str | int]:
 
 @functools.cache
 def _looking_options() -> dict[str, str | int]:
-    """Return compiler options that shorten a compilation that only serves to count bytes.
+    """Return compiler options that make a compilation faster if it only serves to count bytes.
 
     XLA assigns buffers before it generates code, and on a CPU code generation takes most of the time. XLA's older code for
     fusions is the fastest to generate. Of 21 gradients, seven took 192 bytes more with this code, and the others the same.
@@ -49,7 +49,7 @@ def _looking_options() -> dict[str, str | int]:
 
 
 class JaxCall:
-    """A function with its arguments, as a program of arrays. Arguments that are not arrays become part of the program."""
+    """A JAX function with its arguments, as a program of arrays. Arguments that are not arrays become part of the program."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class JaxCall:
             self.regions = find_regions(self.program, self.active)
 
     def flat(self, *arrays: Any) -> tuple[Any, dict[int, Any]]:
-        """Call the function with other arrays in its arguments.
+        """Call the function with other arrays in place of those in its arguments.
 
         Return the result, and what the function changed in its arguments, as a mapping from the array's index to the new value.
         """
@@ -77,7 +77,7 @@ class JaxCall:
         return result, self._given.changed(arrays, objects)
 
     def run(self, plan: Plan) -> Any:
-        """Run the function under a plan and return its result."""
+        """Run the function under a plan, and return the function's result."""
         found = fingerprint(self.regions)
         if found != plan.fingerprint:
             raise PlanMismatch(
@@ -92,10 +92,10 @@ class JaxCall:
         return result
 
     def evaluate(self, plans: Sequence[RegionPlan], *arrays: Any) -> list[Any]:
-        """Return the function's results, with the regions checkpointed as planned.
+        """Return the function's results. Its regions (the parts that a plan manages) run under ``jax.checkpoint`` as planned.
 
-        A region is checkpointed even if the plan keeps all of its values. Otherwise jax would also hold the derivative's own
-        values, and values that no plan would hold.
+        A region is checkpointed even if the plan keeps all of its values. Without a checkpoint, jax would also hold values that
+        only the derivative makes.
         """
         held: dict[int, Any] = dict(zip(self.program.inputs, arrays, strict=True))
         by_name = {each.name: each for each in plans}
@@ -109,24 +109,26 @@ class JaxCall:
 
     @property
     def unmanaged_bytes(self) -> int:
-        """The bytes that jax itself, without a plan, holds for the derivative."""
+        """The bytes that jax itself, without a plan, holds from the function's forward to its derivative."""
         return sum(region.repeats * region.reading.residual_bytes for region in self.regions)
 
     def taken(self, plans: Sequence[RegionPlan]) -> int:
-        """Return the temporary bytes of the gradient under these plans, one plan per region."""
+        """Return the temporary bytes of the compiled gradient under these plans, one plan for each region (part of the function
+        that a plan manages).
+        """
         return self.measure(functools.partial(self.evaluate, plans))
 
     def measure(self, flat: Callable[..., Any]) -> int:
-        """Return the temporary bytes of the gradient of a function of the arrays."""
+        """Return the temporary bytes of the compiled gradient of a function of arrays."""
         compiled = self._lowered(flat).compile(compiler_options=compiler_options() | _looking_options())
         return int(compiled.memory_analysis().temp_size_in_bytes)
 
     def compiled(self) -> Any:
-        """Compile the gradient and return it. Its arguments are the results of ``split``."""
+        """Compile the gradient and return it. Its arguments are the two lists of arrays that ``split`` returns."""
         return self._lowered(self.flat).compile(compiler_options=compiler_options())
 
     def split(self) -> tuple[list[Any], list[Any]]:
-        """Return two lists: the arrays to differentiate, and the other arrays."""
+        """Return the arrays among the arguments as two lists: the arrays to differentiate, and the others."""
         pairs = list(zip(self.arrays, self.active, strict=True))
         return [each for each, is_active in pairs if is_active], [each for each, is_active in pairs if not is_active]
 
@@ -146,12 +148,15 @@ class JaxCall:
 
 
 def _is_left_alone(plan: RegionPlan) -> bool:
-    """Return whether the plan leaves a region to jax, which then holds all that it would hold without a plan."""
+    """Return whether a region (a part of the function that a plan manages) runs without ``jax.checkpoint``, so that jax holds
+    all that it would hold without a plan.
+    """
     return any(each.value == INSIDE and each.decision is Decision.KEEP for each in plan.decisions)
 
 
 def _run_region(program: ArrayProgram, region: Region, plan: RegionPlan, held: dict[int, Any]) -> None:
-    """Run one region under ``jax.checkpoint``, which saves the values that the plan keeps.
+    """Run one region (a part of the function that a plan manages) under ``jax.checkpoint``, which saves the values that the
+    plan keeps.
 
     The results are added to ``held``.
     """

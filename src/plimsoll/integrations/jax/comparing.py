@@ -24,7 +24,7 @@ def compare(
     """Compare several ways to run one function: XLA's temporary memory, seconds of a gradient, and the gradients.
 
     Args:
-        function: the unmanaged function.
+        function: the function without a plan.
         args: arrays to run it on.
         ways: by name, the same function under plans (``pj.wrap``) and under policies of ``jax.checkpoint``.
         argnums: the arguments to differentiate.

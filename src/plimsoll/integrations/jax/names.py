@@ -22,7 +22,7 @@ _PRODUCTS_AND_SHAPES = (
     "copy pad rev iota eq ne lt le gt ge and or not"
 )
 _READ_INPUTS_ALONE = frozenset(_PRODUCTS_AND_SHAPES.split())
-"""Operations whose derivatives do not read their results."""
+"""Names of jax operations whose derivatives read only inputs, not the operation's results."""
 _OPAQUE = ("custom_vjp_call", "scan", "while", "cond", "checkpoint", "remat2", "shard_map")
 """Names of operations that contain a program of their own. jax differentiates that program itself."""
 
@@ -39,14 +39,14 @@ def evaluate(program: ArrayProgram, inputs: Sequence[Any], bind: Bind) -> list[A
 
 
 def run_nodes(nodes: Sequence[Node], held: dict[int, Any], bind: Bind) -> None:
-    """Run operations one after the other. They read values from ``held``, and their results are added to ``held``."""
+    """Run operations one after the other. They read values from the mapping ``held``, and their results are added to it."""
     for node in nodes:
         held.update(zip(node.writes, bind(node, [take(held, read) for read in node.reads]), strict=True))
 
 
 def naming(names: Mapping[int, str]) -> Bind:
-    """Return a function that runs an operation, and names its results that are in ``names``, also where derivatives read
-    them.
+    """Return a function that runs an operation and gives names to those of its results that are in ``names``, so that a
+    checkpoint policy can save them.
     """
 
     def bind(node: Node, inputs: Sequence[Any]) -> list[Any]:
@@ -57,12 +57,14 @@ def naming(names: Mapping[int, str]) -> Bind:
 
 
 def _marking(node: Node, inputs: Sequence[Any]) -> list[Any]:
-    """Run an operation and give its results names with their numbers, to find them in the joint program of ``joined``."""
+    """Run an operation and give each result a name with its number, by which the result is found in the joint program of
+    function and derivative.
+    """
     return [checkpoint_name(r, f"{MARK}{v}") for v, r in zip(node.writes, node.bind(inputs), strict=True)]
 
 
 MARK = "plimsoll:"
-"""The start of the names that ``joined`` gives. The value's number follows."""
+"""The prefix of the names that ``joined`` gives. The value's number follows."""
 
 
 def _bound_with_names(node: Node, inputs: Sequence[Any], names: Mapping[int, str]) -> list[Any]:

@@ -55,7 +55,7 @@ def plan(
 
 
 class Searched:
-    """A function with its arguments, as a step that can be planned. It remembers the plans that were compiled for it."""
+    """A JAX function with its arguments, as a step that can be planned. It remembers the plans that were compiled."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class Searched:
         self.counted_by = f"compiled by XLA for {jax.default_backend()}"
 
     def plan(self, budget: int | str | None) -> Plan:
-        """Return the fastest plan within the budget."""
+        """Return the fastest plan whose compiled gradient is within the budget."""
         found = self.search.run(budget)
         regions = self._moved(found.regions)
         away = [each.bytes for region in regions for each in region.decisions if each.decision is Decision.OFFLOAD]
@@ -104,7 +104,7 @@ class Searched:
 
     @property
     def flops(self) -> int:
-        """The arithmetic (floating-point operations) of the function and of its derivative."""
+        """The number of floating-point operations of the function and of its derivative."""
         total = 0
         for region in self.call.regions:
             own = [(node, region.part) for node in region.part.nodes]
@@ -122,7 +122,7 @@ class Searched:
         return self.call.taken(self._moved(plans))
 
     def _moved(self, plans: Sequence[RegionPlan]) -> tuple[RegionPlan, ...]:
-        """Return the same plans, but values that match the user's patterns are offloaded if the plan would hold them."""
+        """Return the same plans with offloads added: held values that match the user's patterns are moved to the host."""
         if not self._offload:
             return tuple(plans)
         return tuple(
@@ -130,9 +130,10 @@ class Searched:
         )
 
     def _sent(self, decided: ValueDecision) -> ValueDecision:
-        """Return a value's decision, changed to offload if the value is held and matches a pattern of the user.
+        """Return the decision for a value. It becomes an offload if the value is held and matches one of the user's patterns.
 
-        Values that jax holds inside of a region do not have names, so they cannot be offloaded.
+        Values that jax holds inside of a region (a part of the function that a plan manages) do not have names, so they cannot
+        be offloaded.
         """
         is_held = decided.decision is Decision.KEEP and decided.value != INSIDE
         if not (is_held and any(fnmatch.fnmatch(decided.value, each) for each in self._offload)):

@@ -129,18 +129,20 @@ def body_of(scan: Node) -> ArrayProgram:
 
 
 def take(held: Mapping[int, Any], operand: Operand) -> Any:
-    """Return the array of an operand: the constant itself, or the value in ``held``."""
+    """Return the array that an operation reads: the constant itself, or the value with the operand's number in ``held``."""
     return operand.value if isinstance(operand, FixedArray) else held[operand]
 
 
 def _is_unsharded(params: Mapping[str, Any]) -> bool:
-    """Return whether the shardings of a jitted function's arrays are unspecified."""
+    """Return whether no sharding is specified for the arrays of a jitted function."""
     kinds = (*params.get("in_shardings", ()), *params.get("out_shardings", ()))
     return all(type(kind).__name__ == "UnspecifiedValue" for kind in kinds)
 
 
 def is_float(value: Any) -> bool:
-    """Return whether an array, or its shape and dtype (its aval), has a derivative."""
+    """Return whether an array, or an aval (jax's description of shape and dtype), is floating-point, so that it has a
+    derivative.
+    """
     dtype = getattr(value, "dtype", None)
     return isinstance(value, float) if dtype is None else bool(jax.dtypes.issubdtype(dtype, np.inexact))
 
@@ -152,8 +154,10 @@ def aval_bytes(aval: Any) -> int:
 
 
 def active_values(program: ArrayProgram, active: Sequence[bool]) -> frozenset[int]:
-    """Return the values that depend on active inputs through floating-point values. An input is active if its gradient is
-    wanted.
+    """Return the numbers of the values through which a gradient flows: values that depend on active inputs through
+    floating-point values.
+
+    An input is active if its gradient is wanted.
     """
     found = {value for value, is_active in zip(program.inputs, active, strict=True) if is_active}
     for node in program.nodes:
@@ -163,7 +167,7 @@ def active_values(program: ArrayProgram, active: Sequence[bool]) -> frozenset[in
 
 
 def active_inputs_of_scan(scan: Node, active: Sequence[bool]) -> tuple[bool, ...]:
-    """Return, for each input of a scan's body, whether it is active (has a gradient).
+    """Return, for each input of the body of a ``lax.scan``, whether a gradient flows through it.
 
     ``active`` says this for the scan's inputs.
 
@@ -185,11 +189,11 @@ def shape_of(aval: Any) -> jax.ShapeDtypeStruct:
 
 
 def part_of(program: ArrayProgram, first: int, stop: int) -> tuple[ArrayProgram, tuple[int, ...], tuple[int, ...]]:
-    """Return some operations of a program as a separate program, with the numbers of its inputs and outputs in the whole
-    program.
+    """Return some consecutive operations of a program as a program of their own, with the numbers that its inputs and outputs
+    have in the whole program.
 
-    The part's inputs are the values that its operations read from outside, its outputs are the values that others read. Values
-    are renumbered, inputs first, so that equal parts are equal.
+    Its inputs are the values that its operations read from outside, its outputs are the values that others read. Values are
+    renumbered, inputs first, so that equal parts are equal.
     """
     nodes = program.nodes[first:stop]
     made = {value for node in nodes for value in node.writes}

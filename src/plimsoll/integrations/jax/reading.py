@@ -15,7 +15,9 @@ from plimsoll.integrations.jax.program import ArrayProgram, Node, active_values,
 
 _VIEWS = "broadcast_in_dim reshape squeeze expand_dims iota stop_gradient name copy rev slice transpose split"
 _SHAPES = frozenset(_VIEWS.split())
-"""Operations that XLA merges into their readers. It is never worth holding their results."""
+"""Names of operations that XLA merges into the operations that read their results. Holding these results for the gradient is
+never worthwhile.
+"""
 _TRANSCENDENTAL = frozenset(
     ["exp", "tanh", "log", "logistic", "erf", "erfc", "sin", "cos", "pow", "exp2", "log1p", "expm1", "erf_inv"]
 )
@@ -23,7 +25,8 @@ _TRANSCENDENTAL = frozenset(
 
 
 class Reading:
-    """A part of a program with its reverse derivative: which values of the part the derivative reads, and when first and last.
+    """Data about a part of a program and its reverse derivative: which values of the part the derivative reads, and when first
+    and last.
 
     Ticks count the operations of the derivative, from 0.
     """
@@ -34,9 +37,10 @@ class Reading:
         joint, inputs = joined(part, active) if self.is_moving else (part, len(part.inputs))
         self.joint = joint
         self.original: dict[int, int] = dict(zip(joint.inputs[:inputs], part.inputs, strict=True))
-        """Maps a value of the joint program to the part's number of the same value, if it is an input or has a mark.
+        """Maps a value of the joint program (the part together with its derivative) to the number of the same value in the
+        part.
 
-        The joint program is the part and its derivative in one.
+        Only inputs and values that were marked with a name have an entry.
         """
         self.backward: list[Node] = []
         seeds = set(joint.inputs[inputs:])
@@ -54,17 +58,18 @@ class Reading:
 
     @cached_property
     def residual_bytes(self) -> int:
-        """The bytes of the values that jax itself, without a plan, holds for the derivative of the part. Arguments of the part
-        do not count.
+        """The bytes that jax itself, without a plan, holds for the derivative of this part of the program. Arguments of the
+        part do not count.
         """
         read = {value for node in self.backward for value in node.values if value not in self._own}
         own = {self.original.get(value, -1 - value): value for value in read}
         return sum(self.joint.bytes(value) for number, value in own.items() if number not in self.part.inputs)
 
     def reads(self, candidates: frozenset[int]) -> dict[int, tuple[int, int]]:
-        """Return the first and the last tick at which the derivative reads each candidate and each input of the part.
+        """Return when the derivative reads each value that a plan may hold, and each input of the part: the first and the last
+        tick (a count of the derivative's operations).
 
-        Candidates are the part's values that a plan may hold. Values that the derivative does not read are left out.
+        Values that the derivative does not read are left out.
         """
         known: dict[int, frozenset[int]] = {}
         found: dict[int, tuple[int, int]] = {}
@@ -76,7 +81,9 @@ class Reading:
         return found
 
     def _sources(self, value: int, candidates: frozenset[int], known: dict[int, frozenset[int]]) -> frozenset[int]:
-        """Return the candidates and inputs that a value of the joint program is made from."""
+        """Return the values from which a value of the joint program (the part with its derivative) is made: inputs, and values
+        that a plan may hold.
+        """
         if value not in known:
             own = self.original.get(value)
             if own is not None and (own in candidates or own in self.part.inputs):
@@ -89,8 +96,8 @@ class Reading:
 
     @cached_property
     def backward_lives(self) -> dict[int, tuple[int, int]]:
-        """Maps each value that the derivative makes and only the derivative reads to two ticks: its first, and the one after
-        its last.
+        """Maps each value that only the derivative makes and reads to its lifetime in ticks (counts of the derivative's
+        operations): its first tick, and the tick after its last.
         """
         lives: dict[int, tuple[int, int]] = {}
         results = {output for output in self.joint.outputs if isinstance(output, int)}

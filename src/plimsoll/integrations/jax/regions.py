@@ -16,12 +16,12 @@ from plimsoll.integrations.jax.program import ArrayProgram, Node, active_inputs_
 from plimsoll.integrations.jax.reading import Reading
 
 _AT_MOST = 16
-"""The most regions for operations that do not repeat."""
+"""The largest number of regions (parts that a plan manages) for operations that do not repeat."""
 
 
 @dataclass(frozen=True, eq=False)
 class Region:
-    """Data: the operations ``first`` to ``stop`` of a program, as ``part``.
+    """Data: one region, a part of a program that a plan manages: the operations ``first`` to ``stop``, as the program ``part``.
 
     For a scan, the part is its body, which runs ``repeats`` times.
 
@@ -39,22 +39,27 @@ class Region:
 
     @property
     def is_scan(self) -> bool:
-        """Whether the region is the body of a loop."""
+        """Whether this region (a part of the function that a plan manages) is the body of a loop (``lax.scan``)."""
         return self.repeats > 1
 
     @cached_property
     def kind(self) -> str:
-        """A text that is equal for regions with the same operations and shapes."""
+        """A text that is equal for two regions (parts of the function that a plan manages) if they have the same operations and
+        shapes, so they can share decisions.
+        """
         return f"{self.repeats} {self.active} {' '.join(_signature(self.part.nodes, self.part))}"
 
     @cached_property
     def reading(self) -> Reading:
-        """What the reverse derivative of the region reads: which of its values, and when first and last."""
+        """What the reverse derivative of this region (a part of the function that a plan manages) reads: which of the region's
+        values, and when first and last.
+        """
         return Reading(self.part, self.active)
 
 
 def find_regions(program: ArrayProgram, active: Sequence[bool]) -> tuple[Region, ...]:
-    """Return the regions of a program, in order. Together they contain all of its operations.
+    """Return the regions (parts of the function that a plan manages) of a program, in order. Together they contain all of its
+    operations.
 
     Args:
         program: a whole function.
@@ -88,9 +93,7 @@ def _blocks(program: ArrayProgram, moving: frozenset[int], first: int, stop: int
 
 
 def _scope_of(nodes: Sequence[Node]) -> str:
-    """Return the beginning of the ``named_scope`` that is common to all these operations, apart from operations without a
-    scope.
-    """
+    """Return the beginning of the ``named_scope`` that is common to these operations. Those without a scope are ignored."""
     scopes = [node.scope.split("/") for node in nodes if node.scope]
     shared = []
     for parts in zip(*scopes, strict=False):
@@ -101,7 +104,9 @@ def _scope_of(nodes: Sequence[Node]) -> str:
 
 
 def _places(program: ArrayProgram, moving: frozenset[int], first: int, stop: int) -> list[int]:
-    """Return the positions that divide the operations ``first`` to ``stop``, including both ends."""
+    """Return the positions at which the operations ``first`` to ``stop`` are divided into regions (the parts that a plan
+    manages), including both ends.
+    """
     narrow = _narrow_places(program, moving, first, stop)
     segments = list(itertools.pairwise(narrow))
     texts = [" ".join(_signature(program.nodes[a:b], program)) for a, b in segments]
@@ -120,7 +125,9 @@ def _places(program: ArrayProgram, moving: frozenset[int], first: int, stop: int
 
 
 def _narrow_places(program: ArrayProgram, moving: frozenset[int], first: int, stop: int) -> list[int]:
-    """Return the positions that at most one active value (a value that a gradient flows through) crosses."""
+    """Return the positions in a program at which only one value crosses that a gradient flows through, as between the blocks of
+    a network.
+    """
     last_read: dict[int, int] = {}
     for at, node in enumerate(program.nodes):
         last_read.update((value, at) for value in node.values)

@@ -25,9 +25,10 @@ from plimsoll.planning.costing.devices import Device, find_device
 from plimsoll.planning.costing.roofline import roofline_seconds
 
 _LEAST_TIMED, _MOST_TIMED = 1e5, 6e9
-"""Operations with less arithmetic than the first number, or more than the second, are not timed individually.
+"""Bounds on an operation's arithmetic. Operations with less than the first, or more than the second, are not timed
+individually.
 
-Their time follows from rates.
+Their time is computed from measured rates.
 """
 _PRODUCTS = ("dot_general", "conv_general_dilated")
 _SAMPLE = 1 << 19
@@ -35,7 +36,7 @@ _DTYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "float64": "f
 
 
 class Clock(Protocol):
-    """Gives the seconds of operations, and the seconds of holding a byte from forward to backward."""
+    """Protocol of objects that give the seconds of operations, and the seconds of holding a byte from forward to backward."""
 
     source: CostSource
     device: str
@@ -46,7 +47,9 @@ class Clock(Protocol):
         ...
 
     def rough_seconds(self, node: Node, program: ArrayProgram) -> float:
-        """Return the seconds of an operation that runs exactly once under all plans. Here the seconds may be less exact."""
+        """Return the approximate seconds of an operation that runs exactly once under all plans, so that its time does not
+        affect decisions.
+        """
         ...
 
 

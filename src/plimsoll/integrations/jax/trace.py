@@ -26,23 +26,24 @@ from plimsoll.planning.cut import Network, Offers, solve_cuts
 from plimsoll.planning.step import StepIndex
 
 _PRICES = np.array([1.0, 2.0, 4.0, 8.0, 16.0, 64.0, 256.0, 1024.0, 4096.0])
-"""Prices of memory to try when values worth holding are searched. They are multiples of the seconds that holding a byte
+"""Prices of memory at which to search for values that are worth holding. They are multiples of the time that holding a byte
 takes.
 """
 _EFFECTS = ("callback", "print", "infeed", "outfeed")
 _INSIDE = -1
-"""A number in place of a value's number. It means everything that jax itself holds of a region, if none of the region's values
-is worth holding individually.
+"""A number that stands for everything that jax itself holds of a region (a part that a plan manages), in place of the number of
+one value.
 """
 INSIDE = "inside"
-"""The name in plans of everything that jax itself holds of a region.
+"""The name that stands in plans for everything that jax itself holds of a region (a part that a plan manages).
 
-A loop inside of a loop is one operation, and its derivative reads values that are made inside of it.
+It is used where single values cannot be named: a loop inside of a loop is one operation, and its derivative reads values that
+are made inside.
 """
 
 
 def value_name(region: Region, value: int) -> str:
-    """Return the name of a region's value in plans."""
+    """Return the name under which plans list a value of a region (a part of the function that a plan manages)."""
     if value == _INSIDE:
         return INSIDE
     for node in region.part.nodes:
@@ -74,7 +75,7 @@ def trace_step(
 
 
 def obstacle_of(region: Region) -> str:
-    """Return why a region cannot run again. The text is empty if the region can."""
+    """Return why a region (a part of the function that a plan manages) cannot run again, or an empty text if it can."""
     for node in region.part.nodes:
         if any(word in node.name for word in _EFFECTS):
             return f"{node.name} has a side effect, and recomputing would repeat it"
@@ -84,7 +85,8 @@ def obstacle_of(region: Region) -> str:
 
 
 def _worth_holding(program: ArrayProgram, region: Region, clock: Clock) -> frozenset[int]:
-    """Return the values of a region that are worth holding at some price of memory.
+    """Return the values of a region (a part of the function that a plan manages) that are worth holding at some price of
+    memory.
 
     These are the values that some minimum cut holds, at the price of the time that holding takes, or at a higher price.
     """
@@ -115,9 +117,11 @@ class _Builder:
     storages: list[Storage] = field(default_factory=list)
     calls: list[RegionCall] = field(default_factory=list)
     storage_of: dict[int, int] = field(default_factory=dict)
-    """Maps a value of the whole program to its storage."""
+    """Maps a value of the whole program to the storage that it has in the traced step."""
     ends: dict[int, int] = field(default_factory=dict)
-    """For storages that live longer than the tick of their birth: the tick of their death."""
+    """Maps a storage to the tick (count of operations) at which it is freed, if it lives longer than the operation that makes
+    it.
+    """
 
     def build(self, regions: Sequence[Region], candidates: Mapping[str, frozenset[int]]) -> None:
         parts: list[_Part] = []
@@ -172,7 +176,7 @@ class _Builder:
 
 
 class _Part:
-    """Builds one region of the step, with its forward and its backward."""
+    """Builds one region (a part that a plan manages) of the traced step, with its forward and its backward."""
 
     def __init__(self, builder: _Builder, region: Region, index: int, candidates: frozenset[int]) -> None:
         self.builder, self.region, self.index = builder, region, index
@@ -180,7 +184,7 @@ class _Part:
         self.values: list[Value] = []
         self.region_ops: list[RegionOp] = []
         self.number: dict[int, int] = {}
-        """Maps a value of the part to its number in the region's graph."""
+        """Maps a value of this part of the program to its number in the graph of the traced step."""
         self.packed: dict[int, int] = {}
         self.span = self.back = (0, 0)
         self.slots: list[Slot] = []
@@ -207,10 +211,10 @@ class _Part:
         self._add_outputs(tick)
 
     def _recipe(self, value: int) -> tuple[set[int], tuple[int, ...]]:
-        """Return how a value is recomputed: the operations between the value and the nearest values that may be held, and these
-        values.
+        """Return the operations that recompute a value, and the values that these operations start from: the nearest values
+        that may be held.
 
-        Values that may be held are the inputs of the part and the candidates, which a plan may hold.
+        Values that may be held are the inputs of the part, and the values that were found to be worth holding.
         """
         part = self.region.part
         if value == _INSIDE:
@@ -267,7 +271,9 @@ class _Part:
         self.packed[value] = tick
 
     def _add_outputs(self, tick: int) -> None:
-        """Add the region's results that later regions read. A result lives until its last reader."""
+        """Add the region's results that later regions (parts of the function that a plan manages) read. A result lives until
+        its last reader.
+        """
         builder, region = self.builder, self.region
         for at, outer in zip(region.part.outputs, region.outputs, strict=True):
             number = self.number.get(at) if isinstance(at, int) and not region.is_scan else None
@@ -318,7 +324,7 @@ class _Part:
         self.order = sorted(range(len(self.slots)), key=lambda slot: (self.slots[slot].unpacked, slot))
 
     def call(self) -> RegionCall:
-        """Return the finished region as the planner reads it."""
+        """Return the finished region (a part that a plan manages) with its graph, in the form that the planner reads."""
         outputs = tuple(self.number[at] for at in self.region.part.outputs if isinstance(at, int) and at in self.number)
         graph = RegionGraph(
             values=tuple(self.values),
@@ -341,6 +347,8 @@ class _Part:
 
 
 def fingerprint(regions: Sequence[Region]) -> str:
-    """Return a digest that is equal for functions whose regions run the same operations, at any sizes."""
+    """Return a digest that is equal for functions whose regions (parts of the function that a plan manages) run the same
+    operations, at any sizes.
+    """
     text = "\n".join(f"{r.name} {r.repeats > 1} {[node.name for node in r.part.nodes]}" for r in regions)
     return f"jax-{hashlib.sha256(text.encode()).hexdigest()[:16]}"

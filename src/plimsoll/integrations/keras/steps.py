@@ -26,7 +26,7 @@ def bytes_of(arrays: Iterable[Any]) -> int:
 
 
 def constructed(model: Any, names: Collection[str]) -> Any:
-    """Return a copy of the model with the named layers under ``jax.checkpoint`` or ``tf.recompute_grad``."""
+    """Construct a copy of the model in which the named layers run under ``jax.checkpoint`` or ``tf.recompute_grad``."""
     import keras
 
     with keras.RematScope(mode="list_of_layers", layer_names=sorted(names)):
@@ -127,8 +127,8 @@ def _plans_on_jax(model: Any, x: Any, y: Any, device: str | None) -> LayerPlans:
 
 
 def _noting(obstacles: dict[str, str], layers: Sequence[Any]) -> Callable[..., Any]:
-    """Return a function to run layers with. It runs a layer unchanged, and notes in ``obstacles`` if ``RematScope`` cannot run
-    the layer again on JAX.
+    """Return a function that runs a layer unchanged. It notes in ``obstacles`` if ``RematScope`` could not run the layer again
+    on JAX.
     """
     import jax
 

@@ -73,7 +73,9 @@ def advise(
 
 
 def _words(target: str, building: options.Building, compiled: options.Compiled | None) -> str:
-    """Return the target and its options as text, as the next command must name them to get the same step."""
+    """Return the target (the text that names model and batch) and its options as text, so that the commands in the advice run
+    the same step.
+    """
     import shlex
 
     words = [shlex.quote(target)]

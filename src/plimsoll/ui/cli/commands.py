@@ -107,7 +107,7 @@ def _options(command: Any, ctx: Any) -> list[tuple[Any, tuple[str, str]]]:
 
 
 def _write_sections(formatter: Any, rows: Iterable[tuple[Any, tuple[str, str]]]) -> None:
-    """Write the rows under the titles of their sections.
+    """Write the rows of a command's help (option and text) under the titles of their sections.
 
     The sections are in the order of their first rows, but ``Options`` comes last.
     """

@@ -1,4 +1,6 @@
-"""Reads the devices of ``estimate``: several names, three figures of any GPU, and the price of each for an hour."""
+"""Reads the devices that ``plimsoll estimate`` is asked about: several names, three figures of any GPU, and the price of each
+for an hour.
+"""
 
 from __future__ import annotations
 

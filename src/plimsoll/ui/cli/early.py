@@ -26,7 +26,7 @@ from plimsoll.units import format_bytes, format_bytes_up
 _LARGEST = 2**63 - 1
 _FILES = ("output", "save_plan", "revised_plan", "timeline", "export_sac", "save_device")
 _FOLDERS = ("plans", "run", "keep_traces")
-"""The options that name a file (``_FILES``) or a folder (``_FOLDERS``) to write to."""
+"""The options that name a folder to write to. ``_FILES`` has the options that name a file."""
 _WITHOUT_MODEL = ("estimate",)
 """Commands that never build the model in memory: they work with fake tensors, for devices of the catalogue."""
 _BESIDE_LONGEST: Mapping[str, Mapping[str, Any]] = {
@@ -36,18 +36,19 @@ _BESIDE_LONGEST: Mapping[str, Mapping[str, Any]] = {
     "fit": {"seq": [], "global_batch": None, "accumulation": 1, "most_batch": 1024, "regions": [], "solves": 16}
     | {"save_plan": None, "device": "cpu"},
 }
-"""For each command with ``--longest-sequence``, the options that then have no effect, and their defaults."""
+"""For each command with ``--longest-sequence``, the options that have no effect together with it, and their defaults."""
 _KINDS = ("cpu", "cuda", "mps", "xpu", "hpu", "npu", "mtia", "xla", "privateuseone")
 """The kinds of devices that torch or a library for it can build a model on."""
 _HOST = "cpu"
 _FLOPS_PER_CORE = 5e10
 _LONG_SECONDS = 60.0
 _STATES = {options.OptimizerName.ADAMW: 2, options.OptimizerName.SGD: 1, options.OptimizerName.NONE: 0}
-"""How many copies of the parameters an optimizer holds as its state."""
+"""How many copies of the parameters an optimizer holds as its state, by the optimizer's name."""
 
 
 def refuse_early(command: str, typed: Mapping[str, Any], *, plans_if_asked: bool) -> None:
-    """Check everything that can be known before the model is loaded: numbers, files, target, device, sizes, planning options.
+    """Check everything that can be known before torch is imported and the model is loaded: numbers, files, target, device,
+    sizes, planning options.
 
     Args:
         command: the name of the command's function.
@@ -148,7 +149,7 @@ class TrainedSize:
         )
 
     def refuse_under(self, budget: str | None) -> None:
-        """Refuse a budget that is smaller than the bytes that no plan can save.
+        """Raise an error if the budget is smaller than the bytes that every plan has to hold.
 
         Raises:
             BudgetBelowFloor: the message names both sizes.
@@ -195,7 +196,7 @@ def _refuse_numbers(typed: Mapping[str, Any]) -> None:
 
 
 def _refuse_files(typed: Mapping[str, Any]) -> None:
-    """Check that output files can be written, and that the target and the saved results can be read.
+    """Check that output files can be written, and that the target (the model to load) and the saved results can be read.
 
     A file that can be read only once, such as a pipe, is not read here. Under torchrun, nothing is read here: there, the ranks
     compare their errors later.
@@ -215,7 +216,9 @@ def _refuse_files(typed: Mapping[str, Any]) -> None:
 
 
 def _read(name: str, file: Path) -> None:
-    """Read the saved result that ``--plan``, ``--receipt`` or ``--verdict`` names, so that a wrong file is refused now."""
+    """Read the saved result that ``--plan``, ``--receipt`` or ``--verdict`` names, so that a wrong file is refused before the
+    slow work.
+    """
     from plimsoll.artifacts.plan import Plan
     from plimsoll.artifacts.receipt import Receipt
     from plimsoll.artifacts.store import of_kind
@@ -253,7 +256,9 @@ def _refuse_planning(command: str, typed: Mapping[str, Any], *, plans_if_asked: 
 
 
 def _refuse_unchecked(typed: Mapping[str, Any]) -> None:
-    """Refuse to verify the own checkpointing of a model that is built from its configuration: it does not checkpoint."""
+    """Raise an error if the own checkpointing of a model built from a configuration should be verified, because such a model
+    does not checkpoint.
+    """
     recipe = _recipe_of(typed)
     if recipe is not None and not recipe.fields.get("gradient_checkpointing"):
         raise InvalidOption(
@@ -303,7 +308,7 @@ def _refuse_fit(typed: Mapping[str, Any]) -> None:
 
 
 def _refuse_beside_longest(command: str, typed: Mapping[str, Any]) -> None:
-    """Check the options of a search for the longest sequence, and refuse options without an effect.
+    """Check the options of a search for the longest sequence, and raise an error for options that have no effect in it.
 
     Raises:
         InvalidOption: the message names the options.
@@ -330,7 +335,7 @@ def _refuse_beside_longest(command: str, typed: Mapping[str, Any]) -> None:
 
 
 def _refuse_estimate(typed: Mapping[str, Any]) -> None:
-    """Read the words of ``estimate``: device, precision, techniques and layout."""
+    """Check the texts of the options of ``plimsoll estimate``: device, precision, techniques and layout."""
     from plimsoll.artifacts.job import parse_precision, read_techniques
     from plimsoll.estimator.layout_space import LayoutSpace
     from plimsoll.estimator.parallelism.layouts import read_layout
@@ -382,7 +387,7 @@ def _refuse_devices(command: str, typed: Mapping[str, Any]) -> None:
 
 
 def _instead(device: str, *, is_profile_known: bool) -> str:
-    """Return what to do if a device is not available: it may be the name of a device of the catalogue."""
+    """Return the advice in the error for a device that is not available here: it may be a name from the device catalogue."""
     from plimsoll.planning.costing.devices import find_device
 
     try:
@@ -433,13 +438,15 @@ def _refuse_long(typed: Mapping[str, Any], recipe: Recipe) -> None:
 
 
 def _target_of(typed: Mapping[str, Any]) -> str:
-    """Return the text of the target that the command builds, or an empty text."""
+    """Return the text that names the target (a model with its batch) of the command, or an empty text."""
     text = typed.get("target") or ("" if typed.get("trace") is not None else typed.get("subject"))
     return text if isinstance(text, str) else ""
 
 
 def _recipe_of(typed: Mapping[str, Any]) -> Recipe | None:
-    """Return the recipe of the command's target, or ``None`` if the target is a function, a saved file or unknown."""
+    """Return the description (recipe) of the model that the command will build, or ``None`` if the target is a function, a
+    saved file or unknown.
+    """
     from plimsoll.artifacts.files import is_read_once
 
     text = _target_of(typed)

@@ -386,7 +386,7 @@ def _typed(context: typer.Context) -> dict[str, str]:
 
 
 def _command(target: str, typed: Mapping[str, str], change: FittingChange) -> str:
-    """Return the command that estimates the changed job: the user's options, changed by the options of the change."""
+    """Return the command that estimates a job with one suggested change: the user's options, with the change applied."""
     changed = {f"--{name}": value for name, value in change.options.items()}
     words = {name: value for name, value in {**typed, **changed}.items() if name not in changed or value}
     parts = [f"{name} {shlex.quote(value)}" if value else name for name, value in words.items()]
@@ -403,7 +403,9 @@ def _refuse_for_several(devices: Sequence[str], given: Mapping[str, Any]) -> Non
 
 
 def _hand_over_several(estimates: Sequence[Estimate], to: options.Output) -> None:
-    """Print estimates of several devices as one table, or as a list in JSON. With ``--output`` each has its own file."""
+    """Print the estimates of several devices as one table, or as a list in JSON. With ``--output`` each estimate is saved in
+    its own file.
+    """
     from plimsoll.artifacts.base import to_json
     from plimsoll.ui.terminal import render_document
     from plimsoll.ui.views.estimate import view_estimates
@@ -466,7 +468,9 @@ def _save_plans(found: Estimate, directory: Path, to: options.Output) -> None:
 
 
 def _find_longest(target: str, to: options.Output, **how: Any) -> None:
-    """Search the longest sequence that fits, row by row, and print the lengths."""
+    """Search the longest sequence that fits the device, for one row of memory-saving decisions after the other, and print the
+    lengths.
+    """
     from plimsoll.estimator.longest_sequence import longest_sequence
 
     with terminal.show_progress() as report:

@@ -35,7 +35,9 @@ PlanOption = Annotated[
     Path | None, options.of_plan("--plan", "-p", metavar="FILE", help="Explain the step under a saved plan.")
 ]
 _OF_A_PLAN = ("--json", "--output")
-"""The only options that have an effect if a saved plan is explained without a target."""
+"""The only options that have an effect if the command explains a saved plan, and not the step of a target (a model with its
+batch).
+"""
 
 
 @commands.command

@@ -73,5 +73,7 @@ def _as_flag(name: str, value: str) -> str:
 
 
 def as_typed(error: PlimsollError) -> tuple[str, str, str]:
-    """Return what was found, why, and what to do next, in the words of the command line."""
+    """Return the three parts of an error (what was found, why, and what to do next) with Python options written as command-line
+    options.
+    """
     return in_flags(error.found), in_flags(error.why), in_flags(error.next)

@@ -33,7 +33,7 @@ class Compiled(enum.StrEnum):
 of_plan = functools.partial(typer.Option, rich_help_panel="What the plan may do")
 of_target = functools.partial(typer.Option, rich_help_panel="The model and its batch")
 of_result = functools.partial(typer.Option, rich_help_panel="The result")
-"""Functions that declare an option in a section of a command's help. Each of the three functions has its own section."""
+"""Functions that declare an option in one section of a command's help. There is one function per section."""
 
 TargetArgument = Annotated[
     str,
@@ -171,7 +171,7 @@ class Building:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planning:
-    """A group of options that decide how a plan is made."""
+    """A group of command-line options that decide how a plan is made, such as budget and strategy."""
 
     budget: BudgetOption = None
     strategy: StrategyOption = "auto"
@@ -183,16 +183,16 @@ class Planning:
     link: LinkOption = None
 
     def words(self) -> dict[str, Any]:
-        """Return all options except the strategy, as keyword arguments of public functions such as ``plimsoll.plan``."""
+        """Return these options, except the strategy, as keyword arguments of public functions such as ``plimsoll.plan``."""
         return {"budget": self.budget} | limits(asdict(self))
 
     def bounds(self) -> dict[str, Any]:
-        """Return the options that are compared with the model when it is loaded, as keyword arguments of ``work.load``."""
+        """Return the options that must be compared with the model when it is loaded, as keyword arguments of ``work.load``."""
         return {"budget": self.budget, "overrides": tuple(self.override or ())}
 
 
 def limits(typed: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what plans may do, as keyword arguments of public functions such as ``plimsoll.plan``.
+    """Return the options that limit what plans may do, as keyword arguments of public functions such as ``plimsoll.plan``.
 
     ``typed`` maps the names of options to their values. It may lack options that a command does not have.
     """
@@ -215,11 +215,11 @@ class Output:
 
 
 _OF_PLANNING = tuple(f"--{field.name.replace('_', '-')}" for field in fields(Planning))
-"""The names of the options that decide how a plan is made."""
+"""The names of the command-line options that decide how a plan is made. They have no effect together with a saved plan."""
 
 
 def given(context: typer.Context) -> list[str]:
-    """Return the long names of the options that the user typed on the command line."""
+    """Return the long names of the options that the user typed, and not those with default values."""
     return [
         parameter.opts[0]
         for parameter in context.command.params

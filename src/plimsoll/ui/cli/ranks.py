@@ -39,24 +39,28 @@ _RUN = "TORCHELASTIC_RUN_ID"
 Other launchers set some of ``_VARIABLES`` for whole machines, so those do not prove that torchrun started the process.
 """
 _LOADING_SECONDS = 600.0
-"""How many seconds ranks wait for each other to load the target. They may build the same model at very different speeds."""
+"""How many seconds ranks wait for each other to load the target (a model with its batch). They may build the same model at very
+different speeds.
+"""
 _PARTING_SECONDS = 30.0
 _LOADED = "loaded"
 """The start of a key in torchrun's store.
 
-The rest is a rank; the key says that this rank has loaded the target, or failed to.
+The rest of the key is a rank. The key says that this rank has loaded its model and batch, or failed to.
 """
 
 
 class _Farewell(msgspec.Struct, frozen=True, kw_only=True):
-    """The message of one rank to the others at the end of a command, as data: whether the rank had an error of its own."""
+    """Data: the message of one rank to the others at the end of a command. It says whether the rank had an error of its own."""
 
     has_own_error: bool
 
 
 @dataclass(slots=True)
 class Crew:
-    """The ranks that run one command together, seen from this rank. Without torchrun, this process is the only rank."""
+    """The ranks that run one command together, from the point of view of this rank. Without torchrun, this process is the only
+    rank.
+    """
 
     is_several: bool
     has_joined: bool = False
@@ -76,7 +80,8 @@ class Crew:
         return f"cuda:{own}" if self.is_several and name == "cuda" and own is not None else name
 
     def load(self, load: Callable[[], Loaded]) -> Loaded:
-        """Load the target on all ranks and join the process group. If one rank fails, all ranks raise an error.
+        """Load the target (a model with its batch) on all ranks and join the process group. If one rank fails, all ranks raise
+        an error.
 
         Args:
             load: checks options and makes the target; it may also make the process group.
@@ -172,7 +177,7 @@ class Crew:
         self.has_joined = True
 
     def _not_loaded(self) -> RankMissing:
-        """Return the error for ranks that did not load the target in time.
+        """Return the error for ranks that did not load the target (a model with its batch) in time.
 
         The error names them if torchrun's store knows them.
         """

@@ -59,8 +59,10 @@ _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u
 
 
 class _Shown(RenderHook):
-    """A hook of the console that replaces control characters in names and file contents by visible signs. The codes that the
-    console itself writes are kept.
+    """A hook of the console that replaces control characters in names and file contents by visible signs, so that they cannot
+    control the terminal.
+
+    The codes that the console itself writes are kept.
     """
 
     def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
@@ -77,7 +79,9 @@ class _Signs:
 
 
 def _sign(found: re.Match[str]) -> str:
-    """Return the sign that replaces a control character: the Unicode picture of an ASCII control character, else U+FFFD."""
+    """Return the visible sign that replaces a control character: the Unicode picture of an ASCII control character, else
+    U+FFFD.
+    """
     code = ord(found[0])
     return chr(0x2400 + code) if code < 0x20 else "\ufffd"
 
@@ -303,8 +307,8 @@ def hand_over(artifact: Artifact, to: Output, *, explain: bool = False, is_aside
     """Output the result of a command. Save the artifact to ``to.output`` if that file was given, and write the artifact to
     stdout as JSON or as text.
 
-    With ``explain``, the text contains each decision with its reason. If it ``is_aside``, the text goes to stderr, because
-    stdout is for something else that the command makes.
+    With ``explain``, the text contains each decision with its reason. With ``is_aside``, the text goes to stderr, because the
+    command writes something else to stdout.
     """
     from plimsoll.ui.terminal import render_artifact
 
@@ -328,7 +332,8 @@ def hand_over(artifact: Artifact, to: Output, *, explain: bool = False, is_aside
 def save_beside(plan: Plan | None, name: str, file: Path, to: Output) -> None:
     """Save a plan that a command has made in addition to its main result, and print where. With JSON output, print nothing.
 
-    ``plan`` is ``None`` if the command has made none; then a line says so. ``name`` is the word for the plan in that line.
+    ``plan`` is ``None`` if the command has made none; then a line says that there is none. ``name`` is the word for the plan in
+    that line.
     """
     if plan is not None:
         plan.save(file)

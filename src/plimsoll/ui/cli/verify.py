@@ -1,4 +1,4 @@
-"""``plimsoll verify`` and ``plimsoll compare``: check a plan, or measure several strategies, against the unmanaged model."""
+"""``plimsoll verify`` and ``plimsoll compare``: check a plan, or measure several strategies, against a step without a plan."""
 
 from __future__ import annotations
 
@@ -111,7 +111,9 @@ def verify(
 
 
 def _saved(context: typer.Context, plan: Path | None, revised_plan: Path | None, *, is_own: bool) -> Plan | None:
-    """Raise an error if options were typed that have no effect. Then load the plan that ``--plan`` names, if that was given."""
+    """Load the plan that ``--plan`` names, or return ``None`` without ``--plan``. First raise an error if options were typed
+    that have no effect.
+    """
     from plimsoll.ui.cli.work import load_saved
 
     options.refuse_beside_plan(context)

@@ -38,7 +38,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    """Data: a target with its optimizer. If the command is about a saved plan, ``saved`` is that plan."""
+    """Data: a target (a model with its batch) and its optimizer. With a saved plan, ``saved`` is this plan."""
 
     target: Target
     optimizer: torch.optim.Optimizer | None
@@ -135,7 +135,7 @@ def load_saved(file: Path | None) -> Plan | None:
 
 
 def make_plan(loaded: Loaded, asked: Planning, device_profile: str | None = None) -> Plan:
-    """Plan the step of the loaded target with the given options."""
+    """Plan the step of the loaded target (a model with its batch) with the given options."""
     return loaded.ask(plimsoll.plan, strategy=asked.strategy, device_profile=device_profile, **asked.words())
 
 
@@ -154,7 +154,7 @@ def refuse_unusable(plan: Plan) -> None:
 class Data:
     """The batches to train on, and their description in words.
 
-    If the description is empty, the reader uses the stream's own one.
+    If the description is empty, the description of the stream of batches is used instead.
     """
 
     batches: Any

@@ -148,7 +148,9 @@ VERIFIED_STEPS = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preparation:
-    """Data: what the demo has before the training: the plan, its receipt, and the model's number of parameters."""
+    """Data: what the demo has before the training: the plan, its receipt (the evidence for the plan), and the model's number of
+    parameters.
+    """
 
     plan: Plan
     receipt: Receipt
@@ -172,7 +174,7 @@ class Story:
 
     @property
     def is_success(self) -> bool:
-        """Whether the receipt passes, and losses and weights of both trainings are bit-equal."""
+        """Whether the receipt (the evidence for the plan) passes, and losses and weights of both trainings are bit-equal."""
         return self.receipt.verdict.is_pass and self.are_losses_identical and self.are_weights_identical
 
     @property

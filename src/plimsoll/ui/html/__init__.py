@@ -1,4 +1,4 @@
-"""Renders documents as one self-contained HTML page with charts, tables and style.
+"""Renders documents (the contents of saved results) as one self-contained HTML page with charts, tables and style.
 
 This package needs neither torch nor a network.
 """

@@ -25,7 +25,7 @@ PINK = "#cc79a7"
 GREY = "#8a9099"
 VIOLET = "#8e6bbf"
 LINE = "#3a8fd0"
-"""The blue of thin lines. On a black background, thin lines need more contrast than areas do."""
+"""The blue for thin lines in charts. On a black background, thin lines need more contrast than areas do."""
 
 DASHED, DOTTED = "6 4", "2 4"
 _MOST_LETTERS = 36
@@ -95,7 +95,7 @@ class Cells:
 
     @property
     def xs(self) -> Numbers:
-        """The positions of the left edge of the first column and the right edge of the last column.
+        """The horizontal range of the grid: the left edge of the first column and the right edge of the last column.
 
         A cell's centre is its index.
         """
@@ -103,7 +103,7 @@ class Cells:
 
     @property
     def ys(self) -> Numbers:
-        """The positions of the outer edges of the first and the last row. A cell's centre is its index."""
+        """The vertical range of the grid: the outer edges of the first and the last row. A cell's centre is its index."""
         return (-0.5, len(self.rows) - 0.5)
 
 
@@ -120,12 +120,12 @@ class Boxes:
 
     @property
     def xs(self) -> Numbers:
-        """The positions of the outer edges of the first and the last group. A group's centre is its index."""
+        """The horizontal range of the box plot: outer edges of the first and the last group. A group's centre is its index."""
         return (-0.5, len(self.boxes) - 0.5)
 
     @property
     def ys(self) -> Numbers:
-        """The numbers of all boxes in one list."""
+        """The numbers of all boxes in one list. They determine the vertical range of the box plot."""
         return list(itertools.chain.from_iterable(self.boxes))
 
 
@@ -143,14 +143,16 @@ class Bars:
 
     @property
     def xs(self) -> Numbers:
-        """Zero, and both ends of each error bar. Without error bars, these are zero and the ends of the bars."""
+        """The numbers that determine the horizontal range of the bars: zero, and both ends of each error bar, or of each bar
+        without error bars.
+        """
         spreads = self.spreads or [0.0] * len(self.lengths)
         known = [(each, spread) for each, spread in zip(self.lengths, spreads, strict=True) if each is not None]
         return [0.0, *(each + end for each, spread in known for end in (-spread, spread))]
 
     @property
     def ys(self) -> Numbers:
-        """The positions of the outer edges of the first and the last row. A bar's centre is its index."""
+        """The vertical range of the bars: the outer edges of the first and the last row. A bar's centre is its index."""
         return (-0.5, len(self.lengths) - 0.5)
 
 
@@ -204,7 +206,7 @@ class Drawing:
     """A chart with its texts, ready to be drawn.
 
     ``description`` says in words what the chart shows. ``lead`` is the text above the chart, and ``caption`` the text below it.
-    ``key`` explains the colours: for each colour, the colour, a letter, a name and a remark.
+    ``key`` explains the colours: each entry has a colour, a letter, a name and a remark.
     """
 
     layers: Sequence[Layer]
@@ -218,7 +220,7 @@ class Drawing:
     caption: str = ""
     key: Sequence[tuple[str, str, str, str]] = ()
     pulled: Sequence[tuple[str, str]] = ()
-    """The budgets of the slider below the chart, each as its name and a text about its result.
+    """The budgets that a slider below the chart can choose, each as its name and a text about what that budget costs.
 
     They belong to the chart's points of the CSS class ``budget-point``.
     """

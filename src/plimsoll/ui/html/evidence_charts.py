@@ -30,12 +30,12 @@ from plimsoll.ui.html.drawing import (
 from plimsoll.units import format_bytes, format_seconds
 
 _FEW = 20
-"""In a chart of at most this many steps, each step is marked with a point."""
+"""If a chart shows at most this many training steps, each step is marked with a point."""
 _NAMED_BLOCKS = 60
 _DECADES_IN_STEPS = 5
 _BAR_PIXELS = 34
 _MOST_ROOM = 2.0
-"""If the limit is more than this many times the longest bar, the limit is not drawn."""
+"""A factor. If the limit (such as the device's memory) is more than this many times the longest bar, its line is not drawn."""
 
 
 def draw_curves(chart: CurvesChart) -> Drawing:
@@ -99,7 +99,7 @@ def _log_ticks(comparisons: Sequence[NormComparison]) -> list[tuple[float, str]]
 
 
 def draw_parts(chart: PartsChart) -> Drawing:
-    """Draw one bar per part of the overhead. The bar of a part that saves time points to the left."""
+    """Draw one bar for each cause of a plan's extra time. The bar of a cause that saves time points to the left."""
     parts = chart.parts
     is_spread = any(part.spread_seconds is not None for part in parts)
     return Drawing(
@@ -123,7 +123,7 @@ def _hint(part: OverheadPart) -> str:
 
 
 def draw_bytes(chart: BytesChart) -> Drawing:
-    """Draw one bar with an error bar per row, and a line at the device's memory."""
+    """Draw one bar with an error bar for each item of memory, and a line at the device's memory."""
     rows, limit = chart.rows, chart.limit_bytes
     most = max((size + error for _, size, error in rows), default=0)
     if limit is not None and limit > _MOST_ROOM * most:
@@ -148,7 +148,7 @@ def draw_bytes(chart: BytesChart) -> Drawing:
 
 
 def draw_lengths(chart: LengthsChart) -> Drawing:
-    """Draw one bar with an error bar per set of decisions."""
+    """Draw the longest sequence that fits, as one bar with an error bar for each set of memory-saving decisions."""
     rows = chart.rows
     most = max((tokens + error for _, tokens, error in rows), default=0)
     return Drawing(

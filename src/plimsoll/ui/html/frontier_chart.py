@@ -32,7 +32,8 @@ MOST_LETTERS = 28
 
 @dataclass(frozen=True, slots=True)
 class NamedPoint:
-    """A point of the chart: a peak, and a step time as a multiple of the step without a plan.
+    """Data: one point of the chart of step time against peak memory: a peak, and a step time as a multiple of the step without
+    a plan.
 
     ``low`` and ``high`` are the confidence interval of that multiple if it was measured.
     """
@@ -73,7 +74,7 @@ def _curve_points(plan: Plan) -> tuple[NamedPoint, ...]:
 
 
 def _chosen_point(plan: Plan, *, is_alone: bool) -> NamedPoint:
-    """Return the point of the plan's predicted peak and time.
+    """Return the point that shows the plan itself: its predicted peak and time.
 
     Unless it is the only plan, the point's name includes the budget.
     """
@@ -83,7 +84,7 @@ def _chosen_point(plan: Plan, *, is_alone: bool) -> NamedPoint:
 
 
 def _measured_points(comparison: Comparison) -> tuple[NamedPoint, ...]:
-    """Return a point for the step without a plan, and one for each measured strategy."""
+    """Return the points that show measurements: one for the step without a plan, and one for each measured strategy."""
     rows = [point for row in comparison.rows if (point := _measured(row)) is not None]
     return (NamedPoint("unmanaged", comparison.baseline_peak_bytes, 1.0), *rows)
 
@@ -149,7 +150,9 @@ _CHOSEN: dict[str, Any] = {"name": "the plan, predicted", "colour": VERMILION, "
 
 
 def _budgets_to_pull(plan: Plan, curve: Sequence[NamedPoint]) -> list[tuple[str, str]]:
-    """Return, for each point of the planner's curve, its budget and a sentence about the result of that budget."""
+    """Return the choices of the slider below the chart: for each point of the planner's curve, its budget and a sentence about
+    what it costs.
+    """
     return [
         (
             format_bytes(point.peak_bytes),

@@ -1,6 +1,7 @@
-"""Draws a plan's decisions as a grid.
+"""Draws the decisions of a plan as a grid.
 
-A row is a region's call, and a column is a saved value; the cell's colour and letter show the decision.
+A row is one call of a region (a module that the plan decides about), and a column is a saved value; the cell's colour and
+letter show the decision.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ DECISIONS = {
 """The colours of the cells by decision. They are light enough for black letters."""
 
 _NAMED_COLUMNS = 60
-"""If there are more values than this, the names of the columns do not fit under the grid and are left out."""
+"""If a plan has more different values than this, the names of the grid's columns do not fit and are left out."""
 _ROW_PIXELS = 26
 _NARROW_ROW_PIXELS = 14
 _WIDE_ROWS = 32
@@ -71,8 +72,8 @@ def _words_above(regions: Sequence[RegionPlan], *, is_named: bool) -> str:
 
 
 def _key(regions: Sequence[RegionPlan]) -> list[tuple[str, str, str, str]]:
-    """Return one entry per decision for the key: the colour, the letter, the name, and the number and bytes of the values with
-    that decision.
+    """Return the entries that explain the colours of the grid, one for each decision: the colour, the letter, the name, and the
+    number and bytes of the values with that decision.
     """
     counts: Counter[Decision] = Counter()
     sizes: Counter[Decision] = Counter()
@@ -88,7 +89,9 @@ def _key(regions: Sequence[RegionPlan]) -> list[tuple[str, str, str, str]]:
 
 
 def _hint(region: RegionPlan, cell: ValueDecision) -> str:
-    """Return the text that is shown when the mouse points at a cell: decision, value, region, bytes, cost, price and reason."""
+    """Return the text that is shown when the mouse points at a cell of the grid: decision, value, region (a module that the
+    plan decides about), bytes, cost, price and reason.
+    """
     held = f", {format_bytes(cell.held_bytes)} held as {cell.form}" if cell.is_packed else ""
     lines = [
         f"{cell.decision}  {shorten(cell.value, 70)}",

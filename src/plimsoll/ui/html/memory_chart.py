@@ -89,7 +89,9 @@ def draw_memory(chart: MemoryChart) -> Drawing:
 
 
 def _areas(points: Sequence[TimelinePoint], xs: Sequence[float], scale: Scale) -> Iterator[Area]:
-    """Yield one area per memory category. The areas are stacked on each other."""
+    """Yield one area of the chart for each memory category (parameters, gradients and others). The areas are stacked on each
+    other.
+    """
     found = {name for point in points for name in point.by_category}
     lows = [0.0] * len(points)
     for name in [*(name for name in CATEGORIES if name in found), *sorted(found - CATEGORIES.keys())]:

@@ -1,4 +1,5 @@
-"""Renders a document as a piece of HTML for notebooks: its first lines, its charts of memory and time, and the rest as text.
+"""Renders a document (the content of a saved result) as a piece of HTML for notebooks: its first lines, its charts of memory
+and time, and the rest as text.
 
 A notebook sets its own colours, so texts and lines take the colour of the text around them. It runs no script.
 """
@@ -25,7 +26,7 @@ _STYLE = """<style>
 
 
 def render_notebook(document: Document | None, *, text: str = "") -> str:
-    """Return a document as a piece of HTML.
+    """Return a document (the content of a saved result) as a piece of HTML.
 
     Args:
         document: the content of an artifact; ``None`` if only ``text`` is shown.

@@ -1,4 +1,5 @@
-"""Makes one self-contained HTML page from documents about one model. Charts, style and a script are inside the page.
+"""Makes one self-contained HTML page from documents (the contents of saved results) about one model. Charts, style and a script
+are inside the page.
 
 A Content-Security-Policy in the page blocks the network, and all scripts except the page's own. So even a name that was not
 escaped could not load or run anything.
@@ -70,7 +71,7 @@ _DRAW: Mapping[type, Callable[[Any], Drawing]] = {
     LengthsChart: draw_lengths,
 }
 _MOST_TIMES = 20
-"""A page shows up to this many times the number of rows that a terminal shows."""
+"""A factor. A page shows up to this many times as many rows of a table as a terminal shows."""
 _COLUMNS = {
     "regions": "calls of the model's blocks that have the same decisions",
     "held until backward": "bytes that stay on the device from forward to backward",
@@ -179,8 +180,8 @@ def _is_about(receipt: Receipt, plan: Plan) -> bool:
 
 
 def _set_apart(artifacts: Sequence[Artifact], documents: Sequence[Document]) -> list[Document]:
-    """Find receipts (evidence for one plan) whose plan is not on the page, move their documents to the end, and return all
-    documents.
+    """Find receipts (evidence for one plan) whose plan is not on the page, move their documents (the contents of saved results)
+    to the end, and return all documents.
 
     A moved document gets a neutral colour and the name of its plan.
     """
@@ -266,8 +267,8 @@ def _price_of_run(estimate: Estimate) -> list[tuple[str, str, str]]:
 
 
 def _refuse_other(source: str, about: Subject, other_source: str, other: Subject) -> None:
-    """Raise an error if two documents name different models or batches. ``source`` and ``other_source`` name the documents in
-    the error.
+    """Raise an error if two documents (the contents of saved results) name different models or batches. ``source`` and
+    ``other_source`` name the documents in the error.
     """
     advice = "make a separate page for each: `plimsoll report FILE -o page.html`"
     if _differ(about.model, other.model) or _differ(about.fingerprint, other.fingerprint):
@@ -295,7 +296,7 @@ def _model(about: Subject) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Page:
-    """Data for the page's template: the documents, and the figures at the top."""
+    """Data for the page's template: the documents (the contents of saved results), and the figures at the top."""
 
     documents: Sequence[Document]
     numbers: Sequence[tuple[str, str, str]]
@@ -330,7 +331,9 @@ class _Page:
 
     @property
     def sections(self) -> list[Section]:
-        """The sections of all documents in order: pictures, evidence, details, notes, and at last versions."""
+        """The sections of all documents (the contents of saved results) in order: pictures, evidence, details, notes, and at
+        last versions.
+        """
         kinds = Counter(document.source for document in self.documents)
         seen: Counter[str] = Counter()
         found = []
@@ -353,12 +356,14 @@ class _Page:
         return list((rows | devices).items())
 
     def _first(self, field: str) -> str:
-        """Return a field of the subject from the first document that fills the field, or an empty text."""
+        """Return a field of the subject from the first document (the content of a saved result) that fills the field, or an
+        empty text.
+        """
         return next((text for d in self.documents if (text := getattr(d.about, field))), "")
 
 
 def _marked(section: Section, mark: str) -> Section:
-    """Add a mark to a section's title, so that a reader can tell apart documents of one kind.
+    """Add a mark to a section's title, so that a reader can tell apart documents (the contents of saved results) of one kind.
 
     The section with the frontier chart gets no mark, because all documents share it.
     """
@@ -398,7 +403,7 @@ class _Drawn:
 
     @property
     def key(self) -> Sequence[tuple[str, str, str, str]]:
-        """The explanation of the chart's colours: for each colour, the colour, a letter, a name and a remark."""
+        """The entries that explain the chart's colours: for each a colour, a letter, a name and a remark."""
         return self.drawing.key or legend(self.drawing)
 
 
@@ -422,7 +427,7 @@ def _render(page: _Page) -> str:
 
 
 def _drawn(elements: Iterable[Element], names: Counter[str]) -> Iterator[object]:
-    """Yield the elements, with drawn charts in place of charts, also inside folds."""
+    """Yield a document's elements with each chart replaced by its drawing, also inside folds (elements behind a title)."""
     for element in elements:
         if isinstance(element, Chart):
             yield _Drawn(f"{element.name}-{names[element.name]}", _DRAW[type(element)](element))

@@ -51,7 +51,7 @@ def draw_svg(drawing: Drawing, names: Iterable[str] = WIDTHS) -> str:
 
 
 def legend(drawing: Drawing) -> list[tuple[str, str, str, str]]:
-    """Return an entry for each layer that has a name, for the key above the chart: its colour, and its name."""
+    """Return the entries that explain a chart's layers above the chart: for each layer with a name, its colour and its name."""
     named = [layer for layer in drawing.layers if not isinstance(layer, Cells | Bars) and layer.name]
     return [(layer.colour, "", layer.name, "") for layer in named]
 
@@ -67,7 +67,7 @@ class _Ruler:
     is_log: bool = False
 
     def at(self, value: float) -> float:
-        """Return the position of a number in SVG units."""
+        """Return the position of a number on this axis, in SVG units."""
         low, high, value = (
             (math.log10(n) for n in (self.low, self.high, value)) if self.is_log else (self.low, self.high, value)
         )
@@ -274,7 +274,7 @@ class _Picture:
         return False
 
     def along(self, xs: Iterable[float], ys: Iterable[float], *, is_stepped: bool) -> str:
-        """Return SVG path data through points. A stepped path keeps its height until the next point."""
+        """Return the path data of an SVG line through points. A stepped path keeps its height until the next point."""
         known = [(self.x.at(x), self.y.at(y)) for x, y in zip(xs, ys, strict=True)]
         if not is_stepped:
             return "L".join(f"{x} {y}" for x, y in known)
@@ -294,7 +294,7 @@ def _overlap(one: _Box, other: _Box) -> bool:
 
 
 def _hint(words: str) -> str:
-    """Return a ``<title>`` element with the words. Browsers show it when the mouse points at the shape."""
+    """Return a ``<title>`` element with these words. Browsers show the words when the mouse points at the shape."""
     return f"<title>{html.escape(words, quote=False)}</title>" if words else ""
 
 
@@ -363,7 +363,7 @@ def _(cells: Cells, picture: _Picture) -> None:
 
 @_draw.register
 def _(boxes: Boxes, picture: _Picture) -> None:
-    """Draw the boxes of one layer. If several layers have boxes, the boxes of one group are placed side by side."""
+    """Draw the boxes of one layer of a box plot. If several layers have boxes, the boxes of one group are side by side."""
     several = [layer for layer in picture.drawing.layers if isinstance(layer, Boxes)]
     place = next(index for index, other in enumerate(several) if other is boxes)
     for index, numbers in enumerate(boxes.boxes):

@@ -1,6 +1,7 @@
-"""Maps each kind of artifact (a saved result, such as a plan) to its view, which makes a document from it.
+"""Maps each kind of artifact (a saved result, such as a plan) to its view: a function that makes the content to show (a
+document).
 
-A new kind needs one file in this folder and one line in the table below.
+A new kind of artifact needs one file in this folder and one line in the table below.
 """
 
 from __future__ import annotations
@@ -48,5 +49,7 @@ _VIEWS: dict[type, Callable[[Any], Document]] = {
 
 
 def view(artifact: object) -> Document:
-    """Make the document of an artifact. Any renderer (plain text, terminal or page) can show the document."""
+    """Make the document (the content to show) of an artifact. Any renderer (plain text, terminal or page) can show the
+    document.
+    """
     return _VIEWS[type(artifact)](artifact)

@@ -1,4 +1,6 @@
-"""Makes the document of advice: the recommendation first, then its numbers, and the checklist."""
+"""Makes the document (the content to show) of advice about a step's memory: the recommendation first, then its numbers, and the
+checklist.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,9 @@ _UNSEEN_HAZARDS = (
 
 
 def view_advice(advice: Advice) -> Document:
-    """Make the document of advice: the recommendation with its reasons, and the checklist."""
+    """Make the document (the content to show) of advice about a step's memory: the recommendation with its reasons, and the
+    checklist.
+    """
     passed = sum(item.outcome is CheckOutcome.PASS for item in advice.checklist)
     return Document(
         source="Advice",

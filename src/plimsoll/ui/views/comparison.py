@@ -1,4 +1,4 @@
-"""Makes the document of a comparison: strategies side by side, with predicted and measured figures."""
+"""Makes the document (the content to show) of a comparison: strategies side by side, with predicted and measured figures."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ _DIFFER = "DIFFER"
 
 
 def view_comparison(comparison: Comparison) -> Document:
-    """Make the document of a comparison: all strategies in a table and a chart, with the figures of the step without a plan
-    above them.
+    """Make the document (the content to show) of a comparison: all strategies in a table and a chart, with the figures of the
+    step without a plan above them.
     """
     seconds = comparison.measured_baseline_seconds
     time = "" if seconds is None else f", step {format_seconds(seconds)}"
@@ -52,7 +52,7 @@ def _bytes(bytes_: int | None) -> str:
 def _gradients(row: ComparisonRow) -> str:
     """Return a text that says whether the strategy's gradients equal those without a plan.
 
-    For a lossy strategy, the text is their error.
+    For a lossy strategy, the text is the error of its gradients.
     """
     if row.is_bit_equal is None:
         return UNKNOWN

@@ -1,5 +1,5 @@
-"""Makes the document of an estimate: whether the job fits, the memory of the tightest pipeline stage by item, all stages, and
-the speed.
+"""Makes the document (the content to show) of an estimate: whether the job fits, the memory of the tightest pipeline stage by
+item, all stages, and the speed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _TONES = {True: Tone.GOOD, False: Tone.BAD, None: Tone.NEUTRAL}
 
 
 def view_estimate(estimate: Estimate) -> Document:
-    """Make the document of an estimate."""
+    """Make the document (the content to show) of an estimate of a training job's memory and speed."""
     ranks = estimate.layout.ranks
     changes = [Section("What fits, cheapest first", _changes(estimate))] if estimate.changes else []
     sections = [
@@ -73,7 +73,8 @@ def view_estimate(estimate: Estimate) -> Document:
 
 
 def view_estimates(estimates: Sequence[Estimate]) -> Document:
-    """Make one document that compares estimates of one job on several devices: one row per device.
+    """Make one document (the content of a saved result) that compares estimates of one job on several devices: one row per
+    device.
 
     The table is narrow enough for 80 columns.
     """
@@ -104,7 +105,7 @@ def view_estimates(estimates: Sequence[Estimate]) -> Document:
 
 
 def _beside_others(estimate: Estimate) -> list[str]:
-    """Return the cells of one device: verdict, memory, speed, hours and price of the run."""
+    """Return the table cells about one device, to compare devices: verdict, memory, speed, hours and price of the run."""
     stage, speed = estimate.tightest, estimate.throughput
     return [
         estimate.device,
@@ -124,7 +125,7 @@ def _shorten(amount: float) -> str:
 
 
 def _with_error(total_bytes: int, error_bytes: int) -> str:
-    """Return bytes with their error, such as ``51.4 ± 7.7 GiB``. Both are in the unit of the first."""
+    """Return bytes with their error, such as ``51.4 ± 7.7 GiB``. The error has the unit of the bytes."""
     amount, unit = format_bytes(total_bytes).split()
     error = f"{error_bytes / parse_bytes(f'1{unit}'):.1f}"
     return f"{amount} ± {error} {unit}"
@@ -136,7 +137,9 @@ def name_hours(estimate: Estimate) -> str:
 
 
 def _changes(estimate: Estimate) -> list[Element]:
-    """Return each change that makes the job fit, with its memory and speed, and its command if it is known."""
+    """Return elements that show each suggested change that makes the job fit, with its memory and speed, and its command if it
+    is known.
+    """
     found: list[Element] = []
     for number, change in enumerate(estimate.changes, start=1):
         ranks = f" on {change.ranks:,} ranks" if change.ranks > 1 else ""
@@ -185,7 +188,7 @@ def _layouts(estimate: Estimate) -> Table:
 
 
 def _values(setting: SwitchSetting) -> str:
-    """Return a setting's values as text, such as ``full, block, 3``.
+    """Return the values of a framework's switches in one setting as text, such as ``full, block, 3``.
 
     A boolean is the last word of its switch's name, with ``no`` before it if the switch is off.
     """
@@ -222,7 +225,7 @@ def _verdict(estimate: Estimate) -> str:
 
 
 def _setting(estimate: Estimate) -> list[str]:
-    """Return two lines on the estimated job: model and batch sizes; then precision, optimizer, layout and strategy."""
+    """Return two lines that describe an estimated job: model and batch sizes; precision, optimizer, layout and strategy."""
     facts = estimate.facts
     sizes = [estimate.model]
     if facts.parameters is not None:

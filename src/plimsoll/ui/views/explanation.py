@@ -1,4 +1,6 @@
-"""Makes the document of an explanation: the answer, the tensors that hold memory, and the changes that would lower the peak."""
+"""Makes the document (the content to show) of an explanation of a step's peak: the answer, the tensors that hold memory, and
+the changes that would lower the peak.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ _CHANGES_HEADER = ("change", "new peak", "lower by", "basis")
 
 
 def view_explanation(explanation: Explanation) -> Document:
-    """Make the document of an explanation of a step's peak."""
+    """Make the document (the content to show) of an explanation of a step's peak."""
     peak = explanation.peak
     sections = [
         Section("Figures", [NamedFigures(_figures(explanation))]),
@@ -39,8 +41,8 @@ def view_explanation(explanation: Explanation) -> Document:
 
 
 def _figures(explanation: Explanation) -> list[tuple[str, str]]:
-    """Return the rows of figures: the set-up, the optimizer, the peak, the bytes held after forward, and how the bytes were
-    counted.
+    """Return table rows about a step's peak: what saves memory, the optimizer, the peak, the bytes held after forward, and how
+    the bytes were counted.
 
     If they are known, the figures of the same step with everything kept are shown next to the peak and the bytes.
     """

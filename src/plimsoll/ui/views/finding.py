@@ -1,4 +1,6 @@
-"""Makes the document of a diagnosis: the causes of a plan's extra time, advice, phases, warning signs and layers."""
+"""Makes the document (the content to show) of a diagnosis: the causes of a plan's extra time, advice, phases, warning signs and
+layers.
+"""
 
 from __future__ import annotations
 
@@ -37,16 +39,20 @@ _LAYERS: Mapping[str, Callable[[Layer], str]] = {
 _MOST_LAYERS = 12
 _NEGLIGIBLE_SHARE = 0.0005
 _NOTABLE_SHARE = 0.1
-"""A part gets advice only if it takes at least this share of the seconds that all costly parts take together."""
+"""A share of the seconds that all costly parts of the overhead take together. A part gets advice only if it takes at least this
+share.
+"""
 _UNDER_PROFILER = 1.2
-"""If the profiler makes the step without a plan longer than this factor, the text says so, because small parts are then
-doubtful.
+"""A factor. If the step without a plan takes more than this many times as long under the profiler, the text says so, because
+small parts are then doubtful.
 """
 _SIGNS = {True: (Tone.BAD, "RAISED"), False: (Tone.GOOD, "ok"), None: (Tone.NEUTRAL, "not known")}
 
 
 def view_finding(finding: Finding) -> Document:
-    """Make the document of a diagnosis: figures, the parts of the overhead, advice, phases, warning signs and layers."""
+    """Make the document (the content to show) of a diagnosis: figures, the parts of the overhead, advice, phases, warning signs
+    and layers.
+    """
     what = f"plan {finding.strategy!r} for {finding.model}" if finding.model else finding.plan.source
     measured, profiled = finding.measured_overhead_share, format_share(finding.overhead_share)
     return Document(
@@ -65,7 +71,7 @@ def view_finding(finding: Finding) -> Document:
 
 
 def _statement(finding: Finding) -> str:
-    """Return sentences that name the overhead and its largest part."""
+    """Return sentences that name the overhead of a plan and the largest part of it."""
     text = f"{format_more(finding.overhead_share)} time ({format_seconds(finding.overhead_seconds)})"
     if finding.measured_overhead_share is None:
         text = f"Under the profiler, a step with the plan takes {text}."

@@ -1,4 +1,5 @@
-"""Makes the document of a fit, which is a search for the batch size and plan with the highest throughput under a budget.
+"""Makes the document (the content to show) of a fit, which is a search for the batch size and plan with the highest throughput
+under a budget.
 
 The document shows the best point (a batch size with its plan), all evaluated points, measurements, or changes that would make
 the model fit.
@@ -16,7 +17,9 @@ _NOTHING = "-"
 
 
 def view_fit(fit: Fit) -> Document:
-    """Make the document of a fit: the answer, its figures, and all evaluated points."""
+    """Make the document (the content to show) of a fit, the search for the fastest batch size and plan: the answer, its
+    figures, and all evaluated points.
+    """
     best = fit.best_point
     frontier = Table(
         header=_FRONTIER_HEADER,
@@ -92,7 +95,7 @@ def _plan(point: FitPoint) -> str:
 
 
 def _point(fit: Fit, place: int, point: FitPoint) -> tuple[str, ...]:
-    """Return the cells of the row for one evaluated point: a batch size with its plan."""
+    """Return the table cells for one evaluated point: a batch size with its plan."""
     excess = f"{format_bytes(point.predicted_peak_bytes - fit.budget_bytes)} over budget"
     return (
         str(point.micro_batch),
@@ -107,7 +110,7 @@ def _point(fit: Fit, place: int, point: FitPoint) -> tuple[str, ...]:
 
 
 def _change(change: FitChange) -> tuple[str, ...]:
-    """Return the cells of the row for one change: its result, or why the result is unknown."""
+    """Return the table cells for one change that could make the model fit: its result, or why the result is unknown."""
     fits = {True: "yes", False: "no", None: "unsupported"}[change.does_fit]
     peak = _NOTHING if change.predicted_peak_bytes is None else format_bytes(change.predicted_peak_bytes)
     speed = _NOTHING if change.items_per_second is None else f"{change.items_per_second:,.0f}"

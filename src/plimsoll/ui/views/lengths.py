@@ -1,4 +1,6 @@
-"""Makes the document of the longest sequences that fit: one row for each set of decisions, as a table and as bars."""
+"""Makes the document (the content to show) of the longest sequences that fit: one row for each set of decisions, as a table and
+as bars.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ _HEADER = ("", "tokens", "with its error", "×", "memory", "host")
 
 
 def view_lengths(lengths: SequenceLengths) -> Document:
-    """Make the document of the longest sequences that fit."""
+    """Make the document (the content to show) of the longest sequences that fit on a device."""
     longest, lines = lengths.longest, _setting(lengths)
     shortest = next((row.tokens for row in lengths.rows if row.tokens), None)
     table = Table(
@@ -54,7 +56,7 @@ def view_lengths(lengths: SequenceLengths) -> Document:
 
 
 def _setting(lengths: SequenceLengths) -> list[str]:
-    """Return the lines that say what is trained, and within which memory."""
+    """Return the lines that say what is trained, and how much memory it may take."""
     layout = "one rank" if lengths.layout.ranks == 1 else f"layout {lengths.layout}"
     how = f", {lengths.techniques}" if str(lengths.techniques) else ""
     parts = [] if lengths.device_bytes is None else [f"device memory {format_bytes(lengths.device_bytes)}"]
@@ -70,7 +72,7 @@ def _setting(lengths: SequenceLengths) -> list[str]:
 
 
 def _cells(row: LengthRow, shortest: int | None, limit: int) -> tuple[str, ...]:
-    """Return the cells of one row."""
+    """Return the table cells of one row: the longest sequence that fits under one set of memory-saving decisions."""
     if row.tokens is None:
         return (row.name, "none", *[UNKNOWN] * (len(_HEADER) - 2))
     host = format_bytes(row.host_bytes) if row.host_bytes else UNKNOWN

@@ -1,4 +1,5 @@
-"""Makes the document of a plan: figures, memory over the step and its holders, and each decision with its reason.
+"""Makes the document (the content to show) of a plan: figures, memory over the step and its holders, and each decision with its
+reason.
 
 A holder is a module, parameter or tensor that owns memory at the moment of the peak.
 """
@@ -40,12 +41,13 @@ _HOLDERS_SHOWN = 5
 _OUTPUT = re.compile(r"#\d+(\.\d+)?$")
 """Matches the end of a label such as ``mm#3.1``: the number of the op's call, and the number of the call's output."""
 _REBUILT = " rebuilt "
-"""The word in a holder's label (a text that names a tensor in memory) between a region and a value that backward has rebuilt.
+"""The word between a region (a module that the plan decides about) and a value in the label of a tensor that backward has
+rebuilt.
 """
 
 
 def view_plan(plan: Plan) -> Document:
-    """Make the document of a plan: status, figures, memory and decisions.
+    """Make the document (the content to show) of a plan: status, figures, memory and decisions.
 
     Reasons and the costs of other budgets are details.
     """
@@ -113,7 +115,7 @@ def _statement(plan: Plan) -> str:
 
 
 def plan_figures(plan: Plan) -> list[tuple[str, str]]:
-    """Return the plan's figures as pairs of name and text."""
+    """Return the plan's figures (budget, peak, time and others) as pairs of name and text."""
     share = plan.predicted_peak_bytes / plan.baseline_peak_bytes if plan.baseline_peak_bytes else 1.0
     solved = f"; solved in {format_seconds(plan.solve_seconds)}" if plan.solve_seconds else ""
     return [
@@ -137,8 +139,9 @@ def plan_figures(plan: Plan) -> list[tuple[str, str]]:
 
 
 def _has_bound(plan: Plan) -> bool:
-    """Return whether the plan has a lower bound and a price of memory. A plan that `attach` derives for the loop's own step has
-    neither.
+    """Return whether the plan has a lower bound and a price of memory.
+
+    A plan that `attach` derives for the loop's own step has neither.
     """
     return plan.lower_bound_seconds > 0
 
@@ -170,7 +173,9 @@ def _price(plan: Plan) -> str:
 
 
 def _tiles(plan: Plan) -> list[tuple[str, str]]:
-    """Return one row for all calls that run in the same number of tiles of the same size, as pairs of name and text."""
+    """Return one row of a table for all module calls that run in the same number of tiles (parts with some of the rows) of the
+    same size.
+    """
     groups: dict[tuple[int, int], list[str]] = {}
     for tile in plan.tiles:
         groups.setdefault((tile.count, tile.rows_per_tile), []).append(tile.path)
@@ -181,7 +186,7 @@ def _tiles(plan: Plan) -> list[tuple[str, str]]:
 
 
 def _state(plan: Plan) -> list[tuple[str, str]]:
-    """Return one row on the optimizer state that is offloaded, as pairs of name and text."""
+    """Return one row of a table, as a pair of name and text, about the optimizer state that is offloaded."""
     state = plan.state
     if state is None:
         return []
@@ -251,7 +256,8 @@ def _holders(plan: Plan, peak: Peak, title: str) -> Table:
 def _grouped(holders: Sequence[Holder], regions: Sequence[str]) -> list[tuple[str, int]]:
     """Return pairs of a label and its bytes, the largest first. A label names a group of tensors in memory.
 
-    Values of one kind of region form a group. Outside of regions, the outputs of one op form a group.
+    Values of one kind of region (a module that the plan decides about) form a group. Outside of regions, the outputs of one op
+    form a group.
     """
     groups: dict[tuple[str, str], list[tuple[Holder, str]]] = {}
     for holder in holders:
@@ -286,8 +292,8 @@ def _frontier(plan: Plan) -> list[Element]:
 
 
 def decisions_table(plan: Plan) -> Table:
-    """Make a table with one row per group of regions with the same decisions: decisions, bytes held until backward, and time to
-    recompute.
+    """Make a table with one row per group of regions (modules that the plan decides about) with the same decisions: decisions,
+    bytes held until backward, and time to recompute.
     """
     rows = []
     for group in group_regions(plan.regions):
@@ -309,7 +315,7 @@ def decisions_table(plan: Plan) -> Table:
 
 
 def _engine(region: RegionPlan) -> str:
-    """Return what rebuilds a region's dropped values in backward."""
+    """Return in words what rebuilds the dropped values of a region (a module that the plan decides about) in backward."""
     return f"recipe, or its forward (reads values: {region.value_read})" if region.value_read else "recipe"
 
 
@@ -321,7 +327,9 @@ def _counted(decisions: Sequence[ValueDecision]) -> str:
 
 
 def _values(group: RegionGroup) -> Fold:
-    """Make a fold with a row for each value of a group of regions that share their decisions."""
+    """Make a fold (a table behind a title) with a row for each value of a group of regions that share their decisions. Regions
+    are modules that the plan decides about.
+    """
     first = group.first
     alike = f" ({len(group.regions)} with the same decisions, figures for one)" if len(group.regions) > 1 else ""
     replay = f"replay {format_seconds(first.replay_seconds)}" if first.replay_seconds else "no replay"
@@ -346,7 +354,7 @@ def _values(group: RegionGroup) -> Fold:
 
 
 def describe_reason(decision: ValueDecision) -> str:
-    """Return the reason for a value's decision in one sentence, or an empty text if none is known."""
+    """Return the reason for the decision about a value in one sentence, or an empty text if none is known."""
     if decision.decision is Decision.RECOMPUTE and not decision.seconds:
         return "recompute costs nothing extra: another value's recomputation makes it anyway"
     if not decision.reason and decision.decision is Decision.RECOMPUTE and decision.bytes:
@@ -356,34 +364,42 @@ def describe_reason(decision: ValueDecision) -> str:
 
 @dataclass(frozen=True, slots=True)
 class RegionGroup:
-    """Data: regions of one kind (such as all equal blocks) that share their decisions. ``label`` names all of them."""
+    """Data: regions (modules that the plan decides about) of one kind, such as all equal blocks, that share their decisions.
+    ``label`` names all of them.
+    """
 
     label: str
     regions: tuple[RegionPlan, ...]
 
     @property
     def first(self) -> RegionPlan:
-        """The first region of the group. Its decisions are those of all regions of the group."""
+        """The first region (a module that the plan decides about) of the group. Its decisions are those of all regions of the
+        group.
+        """
         return self.regions[0]
 
     @property
     def retained_bytes(self) -> int:
-        """The number of bytes that the group's regions hold between forward and backward."""
+        """The number of bytes that this group of regions (modules that the plan decides about) holds between forward and
+        backward.
+        """
         return sum(region.retained_bytes for region in self.regions)
 
     @property
     def saved_bytes(self) -> int:
-        """The number of bytes that the group's regions would hold without a plan."""
+        """The number of bytes that this group of regions (modules that the plan decides about) would hold without a plan."""
         return sum(decision.bytes for region in self.regions for decision in region.decisions)
 
     @property
     def replay_seconds(self) -> float:
-        """The seconds per step that the group's regions spend on running ops again."""
+        """The seconds per step that this group of regions (modules that the plan decides about) spends on running ops again."""
         return sum(region.replay_seconds for region in self.regions)
 
 
 def group_regions(regions: Iterable[RegionPlan]) -> list[RegionGroup]:
-    """Group the calls of regions that are of one kind and share all decisions, in the order of first appearance."""
+    """Group the calls of regions (modules that the plan decides about): calls of one kind with equal decisions form a group, in
+    the order of first appearance.
+    """
     groups: dict[tuple[object, ...], list[RegionPlan]] = {}
     for region in regions:
         packed = tuple(sorted(region.packed.items()))

@@ -1,4 +1,6 @@
-"""Makes the document of a receipt: the verdict, each claim with its evidence, the differences, and how each region ran."""
+"""Makes the document (the content to show) of a receipt, the evidence for a plan: the verdict, each claim with its evidence,
+the differences, and how each region (a module that the plan decides about) ran.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ _SHOWN = 10
 
 
 def view_receipt(receipt: Receipt) -> Document:
-    """Make the document of a receipt: the verdict, the equality of gradients, peaks, seconds, and how each region ran."""
+    """Make the document (the content to show) of a receipt, the evidence for a plan: the verdict, the equality of gradients,
+    peaks, seconds, and how each region (a module that the plan decides about) ran.
+    """
     subject = receipt.method if receipt.strategy == OWN else f"plan {receipt.strategy!r}"
     return Document(
         source="Receipt",
@@ -126,7 +130,7 @@ def _error(receipt: Receipt) -> str:
 
 
 def _equality(receipt: Receipt) -> list[tuple[str, str]]:
-    """Return a list with one row about the error of the gradient, as a pair of name and text.
+    """Return a list with one row, a pair of name and text, about the error of the gradient.
 
     The list is empty if the plan is lossless, was not compiled, and shows no error.
     """
@@ -141,7 +145,9 @@ def _equality(receipt: Receipt) -> list[tuple[str, str]]:
 
 
 def _tile_rounding(rounding: TileRounding) -> str:
-    """Return a text that says how far tiles move the gradient, and how large the rounding error of the plain step is."""
+    """Return a text that says how far running modules in tiles moves the gradient, and how large the rounding error of the
+    plain step is.
+    """
     dropout = ", without dropout" if rounding.is_without_dropout else ""
     if rounding.obstacle:
         return (
@@ -155,7 +161,7 @@ def _tile_rounding(rounding: TileRounding) -> str:
 
 
 def _agreement(baseline: Sequence[float | None], plan: Sequence[float | None]) -> str:
-    """Return a text that says whether the losses of the two runs agree."""
+    """Return a text that says whether the losses with and without the plan agree."""
     if baseline == plan:
         return f"identical over {len(plan)} steps"
     pairs = enumerate(zip(plan, baseline, strict=False))
@@ -189,7 +195,9 @@ def _further_evidence(receipt: Receipt) -> list[tuple[str, str]]:
 
 
 def _confirmation(confirmation: Confirmation) -> list[tuple[str, str]]:
-    """Return rows about a plan that was made without the device: how it did on the device, and the revised plan."""
+    """Return rows about a plan that was made without the device: whether its predictions held on the device, and the revised
+    plan.
+    """
     rows = [
         ("planned for", f"{confirmation.cost_device}, with costs from a roofline model"),
         ("on the device", _deviation(confirmation)),
@@ -214,7 +222,7 @@ def _claim(claim: Claim) -> str:
 
 
 def _deviation(confirmation: Confirmation) -> str:
-    """Return a text that says whether the predicted peak and time are off, and by how much."""
+    """Return a text that says whether the predicted peak and time are wrong, and by how much."""
     given, found = confirmation.given, []
     if confirmation.budget_bytes is not None and confirmation.is_over_budget:
         over_bytes = given.measured_peak_bytes - confirmation.budget_bytes
@@ -241,9 +249,10 @@ def _intermediate(intermediate: Intermediate) -> tuple[str, str, str]:
 
 
 def _droppable(receipt: Receipt) -> str:
-    """Return a text about how much a plan could save: the share of the managed regions' activations that could be dropped.
+    """Return a text about how much a plan could save: the share of activations in regions (modules that the plan decides about)
+    that could be dropped.
 
-    Regions that the plan leaves alone were not measured.
+    Regions in which the plan keeps everything were not measured.
     """
     if not any(region.activation_bytes for region in receipt.regions):
         return "not measured: the plan does not manage a region by recipes"
@@ -251,7 +260,9 @@ def _droppable(receipt: Receipt) -> str:
 
 
 def _mismatches(mismatches: Sequence[Mismatch], title: str) -> Table:
-    """Make a table of tensors that differ: name, difference with the plan, and difference between two runs without a plan."""
+    """Make a table of the tensors that differ between the steps with and without the plan: name, difference, and difference
+    between two runs without a plan.
+    """
     rows = [
         (
             mismatch.name,
@@ -265,7 +276,9 @@ def _mismatches(mismatches: Sequence[Mismatch], title: str) -> Table:
 
 
 def _engines(receipt: Receipt) -> list[tuple[str, ...]]:
-    """Return one table row for each way to run a region and its reason: the regions' names and the bytes that they dropped."""
+    """Return the table rows that say how regions (modules that the plan decides about) ran: one row for each way and reason,
+    with the regions' names and the bytes that they dropped.
+    """
     groups: dict[tuple[str, str], list[str]] = {}
     dropped: Counter[tuple[str, str]] = Counter()
     for region in receipt.regions:

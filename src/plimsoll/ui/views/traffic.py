@@ -1,5 +1,5 @@
-"""Makes the document of gradient traffic, the bytes that ranks send each other in a step: the step, the link, and a table of
-compression methods.
+"""Makes the document (the content to show) of gradient traffic, the bytes that ranks send each other in a step: the step, the
+link, and a table of compression methods.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def _interval(share: IntervalEstimate) -> str:
 
 
 def view_traffic(traffic: Traffic) -> Document:
-    """Make the document of gradient traffic."""
+    """Make the document (the content to show) of gradient traffic, the bytes that ranks send each other in a step."""
     is_worth_it = traffic.fastest != UNCOMPRESSED
     rate = traffic.assumed_bytes_per_second
     step = (

@@ -1,5 +1,5 @@
-"""Makes the document of a probe's verdict (does a plan harm training?): the ruling in a word, the rules that led to it, both
-runs side by side, and their gradients.
+"""Makes the document (the content to show) of a probe's verdict (does a plan harm training?): the ruling in a word, the rules
+that led to it, both runs side by side, and their gradients.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _BLOCKS_SHOWN = 6
 
 
 def view_verdict(verdict: Verdict) -> Document:
-    """Make the document of a probe's verdict."""
+    """Make the document (the content to show) of a probe's verdict, which says whether a plan harms training."""
     tone = Tone.GOOD if verdict.ruling.is_pass else Tone.BAD
     return Document(
         source="Probe",
@@ -82,7 +82,7 @@ def _findings(verdict: Verdict) -> list[Element]:
 
 
 def _arms(verdict: Verdict) -> list[tuple[str, str, str]]:
-    """Return the rows of a table that shows the figures of both runs side by side."""
+    """Return the rows of a table that shows the figures of both trainings (without and with the plan) side by side."""
     target = _number(verdict.target_loss)
     names = (
         f"loss, mean of {verdict.window} steps",
@@ -122,9 +122,9 @@ def _shift(entry: NormComparison) -> tuple[bool, float]:
 
 
 def _norm_cells(entry: NormComparison) -> tuple[str, ...]:
-    """Return the cells of the row for one block.
+    """Return the table cells about the gradient norms of one block of the model.
 
-    A cell with two numbers shows the run without the plan, then the run with it.
+    A cell with two numbers shows the training without the plan, then the training with it.
     """
     one, other = entry.baseline, entry.plan
     kurtosis = (UNKNOWN if each.kurtosis is None else f"{each.kurtosis:.1f}" for each in (one, other))
