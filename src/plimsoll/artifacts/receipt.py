@@ -90,8 +90,8 @@ class ReceiptVerdict(AdvisedEnum):
     )
     VERIFIED = (
         "VERIFIED",
-        "Gradients and buffers are equal bit for bit, and the peak is within the budget, or without a budget near the "
-        "prediction.",
+        "Gradients and buffers are equal bit for bit, and the peak is within its limit (the budget, or without one 10% above "
+        "the prediction).",
     )
 
     @property
