@@ -39,7 +39,9 @@ from plimsoll.tracing.torch_internals import (
 
 
 class Examiner(Protocol):
-    """Protocol of an object that checks each rebuilt tensor of one inspected call."""
+    """Protocol of an object that compares each rebuilt tensor of one call with the original. Some calls are inspected so, to find
+    wrong gradients.
+    """
 
     def examine(self, replay: CallReplay, cell: Cell, value: torch.Tensor) -> torch.Tensor:
         """Check a rebuilt tensor, and return the tensor for backward: this one, or forward's if they differ."""

@@ -240,7 +240,7 @@ class CompiledPlanner(StepPlanner):
         self._trials: list[tuple[Plan, int]] = []
         """Each plan that was run, together with its measured peak."""
         self.unseen_bytes = 0
-        """The largest difference in bytes between a trial's measured peak and its predicted peak."""
+        """By how many bytes the measured peak of a trial has exceeded its predicted peak, at most; 0 if none has."""
 
     def plan(self, strategy: str, step: Callable[[], TrainingStep], progress: Progress = silent) -> Plan:
         """Return the plan for the budget, as ``StepPlanner.plan`` does. Here the default partition is kept if it fits.

@@ -329,7 +329,7 @@ class Document:
     word: str
     tone: Tone
     about: Subject = field(default_factory=Subject)
-    """The model, batch and device of the artifact. Only pages use this field."""
+    """The model, batch and device that the shown result (a plan, a receipt) is about. Only HTML pages use this field."""
     lines: Sequence[str] = ()
     statement: str = ""
     sections: Sequence[Section]

@@ -121,7 +121,9 @@ class StepEvidence:
 
 
 def check_all(evidence: StepEvidence) -> tuple[CheckItem, ...]:
-    """Judge each item of the checklist on the evidence, and return the items with their outcomes, in the checklist's order."""
+    """Judge each item of an advice's checklist (what to check before memory is optimized) from what was traced and measured of a
+    step. Return the items with their outcomes, in the checklist's order.
+    """
     return _judge(_CHECKS, evidence)
 
 

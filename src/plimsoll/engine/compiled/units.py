@@ -94,7 +94,9 @@ class CompiledUnits:
         """Switch to the decisions of another plan for the same model. They become active with `resume`."""
         found: dict[Unit, Callable[..., Any]] = {}
         self.packing: dict[str, PackingCall] = {}
-        """A mapping from path to the blocks that compress or offload values, or that run while the block before offloads."""
+        """The compiled modules whose forward compresses or offloads values, or runs while the one before it offloads: a mapping
+        from the module's path in the model to its call.
+        """
         regions: defaultdict[str, list[RegionPlan]] = defaultdict(list)
         for region in plan.regions:
             regions[region.name].append(region)

@@ -74,7 +74,9 @@ class RooflineClock:
 
 
 class TimedClock:
-    """Gives seconds measured on this machine's device."""
+    """Gives the seconds of one JAX operation on this machine's device. Operations of a common size are timed alone; fused ones, and
+    very small or large ones, are computed from the device's measured rates.
+    """
 
     source = CostSource.MEASURED
 

@@ -32,7 +32,7 @@ _PROBE_BYTES_ON_CUDA = 256 * MIB
 
 With 4 MiB, the probe would measure that cache.
 """
-_PROBE_SHARE = 8
+_PROBE_SHARE = 1 / 8
 """The share of the free memory that one tensor of the probe (a measurement of the bandwidth) may take: one eighth. The probe's
 two tensors then take at most a quarter.
 """
@@ -180,7 +180,7 @@ def probe_bytes(device: torch.device) -> int:
     """Return the size in bytes of a tensor that is too large for a device's caches and small enough for its free memory."""
     if device.type != "cuda":
         return _PROBE_BYTES
-    return max(_PROBE_BYTES, min(_PROBE_BYTES_ON_CUDA, free_bytes(device) // _PROBE_SHARE))
+    return max(_PROBE_BYTES, min(_PROBE_BYTES_ON_CUDA, int(_PROBE_SHARE * free_bytes(device))))
 
 
 @functools.cache

@@ -331,10 +331,10 @@ def _is_kept(value: Any) -> TypeGuard[torch.Tensor]:
 def _reached(
     held: Iterable[Any], known: Iterable[nn.Module], trained: Collection[int]
 ) -> tuple[list[nn.Module], list[KeptClasses], dict[int, Any]]:
-    """Return the modules that can be reached from some objects, the data of their classes, and all values that can be reached.
+    """Follow attributes and containers from the objects ``held``, to any depth. Return the ``nn.Module``s that are found (without
+    ``known`` ones), the attributes of the user's classes that are found, and all values as a mapping from ``id`` to value.
 
-    ``known`` modules are not returned. The state of an optimizer counts if it trains none of the parameters ``trained``, which
-    are given by ``id``. The values are a mapping from ``id`` to value.
+    An optimizer's state is among the values if it trains none of the parameters ``trained`` (their ``id``).
     """
     modules: list[nn.Module] = []
     classes: list[KeptClasses] = []
