@@ -39,8 +39,8 @@ from plimsoll.tracing.torch_internals import (
 
 
 class Examiner(Protocol):
-    """Protocol of an object that compares each rebuilt tensor of one call with the original. Some calls are inspected so, to find
-    wrong gradients.
+    """Protocol of an object that compares each rebuilt tensor of one call with the original. Some calls are inspected in this
+    way, to find wrong gradients.
     """
 
     def examine(self, replay: CallReplay, cell: Cell, value: torch.Tensor) -> torch.Tensor:

@@ -121,8 +121,8 @@ class StepEvidence:
 
 
 def check_all(evidence: StepEvidence) -> tuple[CheckItem, ...]:
-    """Judge each item of an advice's checklist (what to check before memory is optimized) from what was traced and measured of a
-    step. Return the items with their outcomes, in the checklist's order.
+    """Judge each item of an advice's checklist (what to check before memory is optimized) from a step's trace and measurements.
+    Return the items with their outcomes, in the checklist's order.
     """
     return _judge(_CHECKS, evidence)
 

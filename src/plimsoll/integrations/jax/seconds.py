@@ -74,8 +74,8 @@ class RooflineClock:
 
 
 class TimedClock:
-    """Gives the seconds of one JAX operation on this machine's device. Operations of a common size are timed alone; fused ones, and
-    very small or large ones, are computed from the device's measured rates.
+    """Gives the seconds of one JAX operation on this machine's device. Operations of a common size are timed alone. The seconds
+    of fused ones, and of very small or large ones, follow from the device's measured rates.
     """
 
     source = CostSource.MEASURED

@@ -331,8 +331,8 @@ def _is_kept(value: Any) -> TypeGuard[torch.Tensor]:
 def _reached(
     held: Iterable[Any], known: Iterable[nn.Module], trained: Collection[int]
 ) -> tuple[list[nn.Module], list[KeptClasses], dict[int, Any]]:
-    """Follow attributes and containers from the objects ``held``, to any depth. Return the ``nn.Module``s that are found (without
-    ``known`` ones), the attributes of the user's classes that are found, and all values as a mapping from ``id`` to value.
+    """Follow attributes and containers from the objects ``held``, to any depth. Return the ``nn.Module``s that are found
+    (without ``known`` ones), the attributes of the user's classes that are found, and all values as a mapping from ``id`` to value.
 
     An optimizer's state is among the values if it trains none of the parameters ``trained`` (their ``id``).
     """
