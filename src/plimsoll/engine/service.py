@@ -20,6 +20,7 @@ import torch
 from plimsoll.artifacts.decision import Engine
 from plimsoll.artifacts.plan import RegionPlan
 from plimsoll.engine.call_stream import Alarm, Junction
+from plimsoll.engine.learning import FIRST_RECORDINGS, Learning
 from plimsoll.engine.open_numbers import numbers_in
 from plimsoll.engine.program import OpenProgram, Program
 from plimsoll.engine.replay_rng import StatePoints
@@ -35,10 +36,6 @@ Each further surprise multiplies the number by 4.
 """
 LEAST_WATCH = 3
 """The number of calls to watch if the region reads values of tensors. Three recordings show which numbers come from them."""
-MOST_WATCH = 16
-"""The most calls to watch because of values that the region reads. A region whose calls then still differ is run again in
-backward whenever a call has an unknown stream (see ``rerun``).
-"""
 MAX_IDLE_CHANGES = 3
 """The limit for changes of scalar attributes (such as counters) that do not change the stream of torch calls.
 
@@ -50,10 +47,12 @@ class Service:
     """Decides how the calls of one region that have one signature are served under one region plan, and holds their programs.
 
     ``engine`` says what serves the calls: recipes, or keep everything. If recipes do not serve all calls, ``reason`` says why.
+    ``learning`` counts the recordings of the region under all its signatures.
     """
 
-    def __init__(self, plan: RegionPlan, alarm: Alarm) -> None:
+    def __init__(self, plan: RegionPlan, alarm: Alarm, learning: Learning) -> None:
         self.plan = plan
+        self.learning = learning
         self.engine = Engine.RECIPE
         self.reason = ""
         self.last_call = 0
@@ -82,8 +81,6 @@ class Service:
         self._is_self_compiling = False
         self._scalars: tuple[Any, ...] | None = None
         self._idle_changes = 0
-        self.recordings = 0
-        """The number of recordings since the region was found to read values of tensors."""
         self.reads_values = False
         """Whether a recorded call has read values of tensors, so that any call may make another stream."""
         self._is_distrusted = False
@@ -92,7 +89,7 @@ class Service:
         self.obstacle = ""
         """The reason why no call of the region may run again in backward, or ""."""
         self.may_learn = True
-        """Whether calls that run again in backward are recorded there."""
+        """Whether calls that run again in backward can be recorded there."""
         self.reruns = 0
         """The number of calls with an unknown stream that backward runs again."""
 
@@ -125,7 +122,10 @@ class Service:
         """
         if self._heard != self._alarm.count:
             self._heard = self._alarm.count
-            self._watch = self.watch_length
+            if not (
+                self.may_wait and self.reruns
+            ):  # backward has run such a call again, and will do so with the next one
+                self._watch = self.watch_length
         return self._watch > 0 or (self._idle_changes < MAX_IDLE_CHANGES and scalars() != self._scalars)
 
     def find(self, stream: Stream) -> Program | None:
@@ -214,31 +214,24 @@ class Service:
         an effect only if Python code passes them to torch, which three recordings show.
         """
         self.reads_values = True
-        self.recordings += 1
+        self.learning.recordings += 1
         is_open = any(numbers_in(stream, pattern) is not None for pattern in self._open)
-        if not is_open and self.recordings < min(LEAST_WATCH * len(self._programs), MOST_WATCH):
+        if not is_open and self.learning.recordings < min(LEAST_WATCH * len(self._programs), FIRST_RECORDINGS):
             self._watch = max(self._watch, 1)
 
-    def rerun(self) -> None:
-        """Note that backward will run a call again, because its stream is unknown. The second run is recorded.
-
-        That ends after ``MOST_WATCH`` recordings: recording costs more than a second run, and a region whose calls still differ
-        then rarely does the same twice.
-        """
-        self.reruns += 1
-        self.may_learn = self.may_learn and self.recordings < MOST_WATCH
+    @property
+    def may_wait(self) -> bool:
+        """Whether a call need not be recorded although its stream may be unknown, because backward can run it again."""
+        return self.reads_values and self.may_rerun and not self.obstacle
 
     def resume(self, other: Service) -> None:
         """Take over what the service of the region's last call knows about values that are read.
 
-        Regions whose inputs have other sizes in each call need a service for each of them. After some recordings, a new one
-        does not record its first call: that call runs again in backward, where it is recorded if it may run again.
+        Regions whose inputs have other sizes in each call need a service for each of them.
         """
         if other.reads_values:
-            self.reads_values, self.recordings, self.obstacle = True, other.recordings, other.obstacle
+            self.reads_values, self.obstacle = True, other.obstacle
             self.may_rerun, self.may_learn = other.may_rerun, other.may_learn
-            if self.may_rerun and self.recordings >= MOST_WATCH:
-                self._watch, self._scalars, self._idle_changes = 0, other._scalars, other._idle_changes
 
     def misfit(self) -> None:
         """Note a misfit: a call made a known stream but saved other tensors than the recorded call, because its shapes depend
