@@ -42,9 +42,9 @@ class Row:
     plan_ratio: float
     first_step_ratio: float
     recordings: int
-    """The most recordings of one service, which is one region under one signature."""
+    """The most recordings of one region, under all signatures."""
     streams: int
-    """The programs of that service."""
+    """The programs of that region under one signature."""
     last_recorded: int
     """The last step that recorded a region."""
     reruns: int
@@ -138,9 +138,12 @@ def compare(kind: Kind, steps: int) -> Row:
             for twin in (plain, checkpointed, ours):
                 twin.optimizer.step()
             services = _services(ours.model)
-            before, recorded = recorded, sum(each.recordings for each in services)
+            before, recorded = (
+                recorded,
+                sum({id(each.learning): each.learning.recordings for each in services}.values()),
+            )
             last_recorded = step if recorded > before else last_recorded
-        most = max(services, key=lambda each: each.recordings, default=None)
+        most = max(services, key=lambda each: (each.learning.recordings, each.streams), default=None)
     texts = [str(each.message).replace(f"{Path.cwd()}/", "") for each in caught if "plimsoll" in str(each.message)]
     return Row(
         kind=kind.name,
@@ -150,7 +153,7 @@ def compare(kind: Kind, steps: int) -> Row:
         checkpoint_ratio=checkpointed.ratio(plain),
         plan_ratio=ours.ratio(plain),
         first_step_ratio=ours.seconds[0] / statistics.median(plain.seconds),
-        recordings=most.recordings if most is not None else 0,
+        recordings=most.learning.recordings if most is not None else 0,
         streams=len(most._all()) if most is not None else 0,
         last_recorded=last_recorded,
         reruns=sum(each.reruns for each in services),

@@ -319,7 +319,7 @@ def test_an_argument_may_be_written_before_backward_as_without_a_plan(managed: A
 
 
 def recordings(model: nn.Sequential) -> list[int]:
-    return [service.recordings for block in model for service in block.forward.services.values()]
+    return [service.learning.recordings for block in model for service in block.forward.services.values()]
 
 
 def test_a_second_run_is_recorded_so_that_a_recipe_serves_the_next_call_of_its_kind(managed: Any):

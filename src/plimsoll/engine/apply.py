@@ -384,6 +384,7 @@ class Handle(ShowsFigures, RemovedAtEnd):
         self._shared.links.clear()
         self._shared.transfers.clear()
         self._shared.alarm.begin_step()
+        self._shared.pace.begin_step()
         self._shared.order.begin_step()
         if torch.is_grad_enabled():
             self._shared.inspector.begin_step()

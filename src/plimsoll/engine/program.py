@@ -20,6 +20,7 @@ from plimsoll.engine.guards import Guard
 from plimsoll.engine.hooks import OpenCall, Readable
 from plimsoll.engine.inspection import Inspector
 from plimsoll.engine.larger_calls import LargerCalls
+from plimsoll.engine.learning import Pace
 from plimsoll.engine.offload.transfers import TransfersUnderWay
 from plimsoll.engine.open_numbers import Given
 from plimsoll.engine.region_inputs import HeldInputs, LinkedInput, LinkTable
@@ -59,6 +60,8 @@ class Shared:
     generators: tuple[torch.Generator, ...]
     inputs: HeldInputs = field(default_factory=HeldInputs)
     alarm: Alarm = field(default_factory=Alarm)
+    pace: Pace = field(default_factory=Pace)
+    """Says which regions may be recorded in this step, if their calls could run again in backward instead."""
     sensor: Sensor | None = None
     repeats_collectives: bool = False
     """Whether the plan allows recomputation to repeat collectives, which communicate with other ranks."""

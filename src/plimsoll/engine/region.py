@@ -29,6 +29,7 @@ from plimsoll.engine.fallback import Fallback
 from plimsoll.engine.guards import Entry, SignatureReader, is_somebody_elses_call
 from plimsoll.engine.hooks import OpenCall, unpack
 from plimsoll.engine.larger_calls import LargestCall
+from plimsoll.engine.learning import Learning
 from plimsoll.engine.modes import Modes
 from plimsoll.engine.program import Program, Shared
 from plimsoll.engine.record import RegionForward, record_again, record_call
@@ -65,6 +66,7 @@ class ManagedRegion(ReplacedForward):
         self.calls = 0
         self.services: dict[tuple[Any, ...], Service] = {}
         self._recordings = Recordings(MAX_SIGNATURES)
+        self.learning = Learning()
         self._clock = 0
         self._decisions: dict[object, RegionPlan] = {}
         self._shared = shared
@@ -109,6 +111,7 @@ class ManagedRegion(ReplacedForward):
         """Discard all recordings of this region's calls, so that the next calls are recorded again."""
         self.services.clear()
         self._recordings = Recordings(MAX_SIGNATURES)
+        self.learning = Learning()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
@@ -154,7 +157,7 @@ class ManagedRegion(ReplacedForward):
             service.close()
         self._clock += 1
         service.last_call = self._clock
-        if not service.is_watched(self._reader.scalars):
+        if not service.is_watched(self._reader.scalars) or (service.may_wait and not self._may_record()):
             return self._steady(service, entry, args, kwargs)
         if not self._shared.recording.acquire(blocking=False):
             return self._keeping(args, kwargs)
@@ -162,6 +165,10 @@ class ManagedRegion(ReplacedForward):
             return self._watched(service, entry, args, kwargs)
         finally:
             self._shared.recording.release()
+
+    def _may_record(self) -> bool:
+        """Return whether a call is recorded that could run again in backward instead."""
+        return self.learning.pays() and self._shared.pace.take()
 
     def outcomes(self) -> tuple[RegionOutcome, ...]:
         """Return how the calls of this region (a module that the plan decides about) have been handled: one outcome for each
@@ -207,7 +214,7 @@ class ManagedRegion(ReplacedForward):
         if len(self.services) >= MAX_SIGNATURES:
             del self.services[min(self.services, key=lambda other: self.services[other].last_call)]
         latest = max(self.services.values(), key=lambda other: other.last_call, default=None)
-        service = self.services[key] = Service(plan, self._shared.alarm)
+        service = self.services[key] = Service(plan, self._shared.alarm, self.learning)
         if any(other.has_failed() for other in self.services.values()):
             self._recordings.distrust()
         known = self._recordings.at(entry.signature)
@@ -353,6 +360,7 @@ class ManagedRegion(ReplacedForward):
         if fits:
             examiner = shared.inspector.inspect(plan, call.tensors)
             fits = program.drop(call, inputs, opened.versions, output, link, examiner)
+            self.learning.served += fits
         if not fits and self._rerun(service, opened) is not None:
             call.keep_all()
             if plan.collectives:
@@ -375,12 +383,12 @@ class ManagedRegion(ReplacedForward):
         if entrance is None or obstacle:
             return obstacle
         record = None
-        if service.may_learn:
+        if service.may_learn and self._may_record():
             is_linked = self._shared.links.has_made_first(entrance.entry.inputs)
             signature = entrance.entry.signature
             record = functools.partial(self._record_again, service=service, signature=signature, is_linked=is_linked)
         Rerun(entrance, service.distrust, record).drop(opened.call)
-        service.rerun()
+        service.reruns += 1
         return None
 
     def _record_again(
@@ -402,7 +410,7 @@ class ManagedRegion(ReplacedForward):
         try:
             entry = self._reader.read(args, kwargs)
             saved, recording = record_again(self._subject, entry, self._reader, args, kwargs, shared)
-            service.recordings += 1
+            self.learning.recordings += 1
             if recording is None or entry.signature != signature:
                 service.may_learn = False
                 return saved

@@ -20,6 +20,7 @@ import torch
 from plimsoll.artifacts.decision import Engine
 from plimsoll.artifacts.plan import RegionPlan
 from plimsoll.engine.call_stream import Alarm, Junction
+from plimsoll.engine.learning import FIRST_RECORDINGS, Learning
 from plimsoll.engine.open_numbers import numbers_in
 from plimsoll.engine.program import OpenProgram, Program
 from plimsoll.engine.replay_rng import StatePoints
@@ -38,10 +39,6 @@ LEAST_WATCH = 3
 """How many calls of a region (a module that the plan decides about) that reads values of tensors are recorded. Three recordings
 show which numbers come from these values.
 """
-MOST_WATCH = 16
-"""How many calls are recorded at most because the region (a module that the plan decides about) reads values of tensors.
-Afterwards, backward runs the region's forward again whenever a call makes an unknown sequence of torch calls (see ``rerun``).
-"""
 MAX_IDLE_CHANGES = 3
 """How many changes in a row of scalar attributes (such as counters) lead to a new recording although the torch calls stay the
 same.
@@ -55,11 +52,12 @@ class Service:
     state) are handled under a plan, and holds the programs that rebuild their dropped tensors.
 
     ``engine`` says how: with recipes (recorded ops run again), or everything kept. If something is kept because it cannot be
-    rebuilt, ``reason`` says why.
+    rebuilt, ``reason`` says why. ``learning`` counts the recordings of the region under all its signatures.
     """
 
-    def __init__(self, plan: RegionPlan, alarm: Alarm) -> None:
+    def __init__(self, plan: RegionPlan, alarm: Alarm, learning: Learning) -> None:
         self.plan = plan
+        self.learning = learning
         self.engine = Engine.RECIPE
         self.reason = ""
         self.last_call = 0
@@ -87,10 +85,6 @@ class Service:
         self._is_self_compiling = False
         self._scalars: tuple[Any, ...] | None = None
         self._idle_changes = 0
-        self.recordings = 0
-        """How many calls were recorded since the region (a module that the plan decides about) was found to read values of
-        tensors.
-        """
         self.reads_values = False
         """Whether a recorded call has read values of tensors, so that any call may make other torch calls."""
         self._is_distrusted = False
@@ -103,7 +97,7 @@ class Service:
         again, or "".
         """
         self.may_learn = True
-        """Whether a forward that backward runs again is recorded at that time."""
+        """Whether a forward that backward runs again can be recorded at that time."""
         self.reruns = 0
         """The number of calls with an unknown sequence of torch calls whose forward backward runs again."""
 
@@ -144,7 +138,10 @@ class Service:
         """
         if self._heard != self._alarm.count:
             self._heard = self._alarm.count
-            self._watch = self.watch_length
+            if not (
+                self.may_wait and self.reruns
+            ):  # backward has run such a call again, and will do so with the next one
+                self._watch = self.watch_length
         return self._watch > 0 or (self._idle_changes < MAX_IDLE_CHANGES and scalars() != self._scalars)
 
     def find(self, stream: Stream) -> Program | None:
@@ -240,33 +237,25 @@ class Service:
         place. Other values have an effect only if Python code passes them to torch, which three recordings show.
         """
         self.reads_values = True
-        self.recordings += 1
+        self.learning.recordings += 1
         is_open = any(numbers_in(stream, pattern) is not None for pattern in self._open)
-        if not is_open and self.recordings < min(LEAST_WATCH * len(self._programs), MOST_WATCH):
+        if not is_open and self.learning.recordings < min(LEAST_WATCH * len(self._programs), FIRST_RECORDINGS):
             self._watch = max(self._watch, 1)
 
-    def rerun(self) -> None:
-        """Note that backward will run the forward of a call again, because its torch calls are unknown. The second run is
-        recorded.
-
-        Recording ends after ``MOST_WATCH`` recordings: recording costs more than a second run, and a region (a module that the
-        plan decides about) whose calls still differ then rarely does the same twice.
-        """
-        self.reruns += 1
-        self.may_learn = self.may_learn and self.recordings < MOST_WATCH
+    @property
+    def may_wait(self) -> bool:
+        """Whether a call need not be recorded although its torch calls may be unknown, because backward can run it again."""
+        return self.reads_values and self.may_rerun and not self.obstacle
 
     def resume(self, other: Service) -> None:
         """Take over from the service of the last call of the region (a module that the plan decides about) what is known about
         reading values of tensors.
 
-        Regions whose inputs have other sizes in each call need a service for each size. After some recordings, a new one does
-        not record its first call: that call runs again in backward, where it is recorded if it may run again.
+        Regions whose inputs have other sizes in each call need a service for each of them.
         """
         if other.reads_values:
-            self.reads_values, self.recordings, self.obstacle = True, other.recordings, other.obstacle
+            self.reads_values, self.obstacle = True, other.obstacle
             self.may_rerun, self.may_learn = other.may_rerun, other.may_learn
-            if self.may_rerun and self.recordings >= MOST_WATCH:
-                self._watch, self._scalars, self._idle_changes = 0, other._scalars, other._idle_changes
 
     def misfit(self) -> None:
         """Note a call that made known torch calls but saved other tensors than the recorded call, because its shapes depend on

@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import plimsoll
 from plimsoll.artifacts.decision import Decision
 from plimsoll.tracing.recorder.collectives import (
     IS_ROUTING,
+    chooses_alike,
     is_collective,
     is_repeatable_collective,
     is_routing,
@@ -57,9 +59,39 @@ def _choosing() -> Net:
     return Net(choose, up=nn.Linear(16, 32), down=nn.Linear(32, 16))
 
 
-def test_what_was_chosen_in_forward_is_kept_by_every_plan():
+def _obstacles() -> dict[str, str]:
+    x = torch.randn(8, 4)
+    with OpRecorder() as recorder:
+        x.topk(2)
+        x.sort()
+        x.nonzero()
+    return {op.name: op.obstacle for op in recorder.ops}
+
+
+def test_a_sort_may_run_again_on_a_cpu_in_one_process(monkeypatch: pytest.MonkeyPatch):
+    assert _obstacles() == {"topk": "", "sort": "", "nonzero": IS_ROUTING}
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    assert set(_obstacles().values()) == {IS_ROUTING}
+
+
+def test_a_sort_of_stand_ins_does_not_run_again_because_the_plan_may_be_for_another_device():
+    with FakeTensorMode():
+        x = torch.randn(8, 4)
+        assert not chooses_alike(aten.sort.default, (x,))
+    assert chooses_alike(aten.sort.default, (torch.randn(8, 4),))
+    assert not chooses_alike(aten.sort.default, (torch.randn(8, 4, device="meta"),))
+
+
+def test_what_was_chosen_in_forward_is_chosen_again_with_the_same_bits():
     torch.manual_seed(0)
-    model = nn.Sequential(*(_choosing() for _ in range(2)))
-    plan = plimsoll.plan(model, torch.randn(8, 16), strategy="full", loss=torch.sum)
-    kept = {d.value: d.reason for region in plan.regions for d in region.decisions if d.decision is Decision.KEEP}
-    assert any(IS_ROUTING in reason for name, reason in kept.items() if name.startswith("topk"))
+    model, batch = nn.Sequential(*(_choosing() for _ in range(2))), torch.randn(8, 16).round()  # equal numbers too
+    plan = plimsoll.plan(model, batch, strategy="full", loss=torch.sum)
+    decisions = {d.value: d.decision for region in plan.regions for d in region.decisions}
+    assert {each for name, each in decisions.items() if name.startswith("topk")} == {Decision.RECOMPUTE}
+    model(batch).sum().backward()
+    expected = [parameter.grad for parameter in model.parameters()]
+    with plimsoll.apply(model, plan):
+        for _ in range(2):
+            model.zero_grad()
+            model(batch).sum().backward()
+            assert all(torch.equal(a, b.grad) for a, b in zip(expected, model.parameters(), strict=True))

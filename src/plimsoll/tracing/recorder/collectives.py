@@ -25,6 +25,7 @@ WITHOUT_ALIASES = "c10d"
 _CALLERS = frozenset({"torch.distributed.distributed_c10d", "torch.distributed._functional_collectives"})
 """Names of torch's modules that each collective of a model passes through."""
 _GROUPS = frozenset({"group_name", "process_group"})
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 _NO_MESSAGE = frozenset({"_wrap_tensor_autograd", "check_for_nan", "mesh_get_process_group"})
 _ROUTES = frozenset(
     {
@@ -47,6 +48,10 @@ _ROUTES = frozenset(
         "unique_consecutive",
     }
 )
+_CHOOSES_ALIKE = frozenset(
+    {"topk", "kthvalue", "argmax", "argmin", "sort", "argsort", "msort", "searchsorted", "bucketize"}
+)
+"""Routing ops whose results have the same sizes in each run, and on a CPU the same bits for the same arguments."""
 _SELECTS = frozenset({"index", "_index_put_impl_", "index_put", "index_put_", "masked_select", "nonzero"})
 """Names of ops that take rows where a mask is true."""
 
@@ -84,6 +89,18 @@ def undeclared_writes(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> tup
 def is_routing(func: torch._ops.OpOverload) -> bool:
     """Return True if the results of the op choose tokens, experts or rows."""
     return func.namespace == "aten" and _name(func) in _ROUTES
+
+
+def chooses_alike(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> bool:
+    """Return True if a routing op chooses the same for the same arguments: a sort or a top-k on a CPU, in one process.
+
+    On a GPU equal numbers may come in another order. With several ranks, one that chose differently would leave the others
+    waiting. Stand-ins (fake tensors) have the device of the trace, and not the device that the plan is for.
+    """
+    is_shared = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if is_shared or _name(func) not in _CHOOSES_ALIKE:
+        return False
+    return all(tensor.device.type == "cpu" and type(tensor) in _PLAIN for tensor in flat_tensors(args))
 
 
 def masks_of(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> list[torch.Tensor]:

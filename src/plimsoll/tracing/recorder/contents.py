@@ -32,11 +32,13 @@ from torch.utils._pytree import tree_map
 from plimsoll.errors import InvalidBatch
 
 _WITH_ATTRIBUTES = frozenset({"argparse", "collections", "types"})
-_NOT_OF_THE_MODEL = (
-    *(sys.stdlib_module_names - _WITH_ATTRIBUTES),
-    *("torch", "numpy", "triton", "plimsoll", "deepspeed", "lightning", "pytorch_lightning", "lightning_fabric"),
-    *("wandb", "mlflow", "tensorboard", "tensorboardX", "neptune", "comet_ml", "aim", "clearml", "swanlab"),
-    *("tqdm", "rich", "loguru", "matplotlib", "pandas", "datasets", "pyarrow", "ray", "google", "grpc", "PIL"),
+_NOT_OF_THE_MODEL = frozenset(
+    (
+        *(sys.stdlib_module_names - _WITH_ATTRIBUTES),
+        *("torch", "numpy", "triton", "plimsoll", "deepspeed", "lightning", "pytorch_lightning", "lightning_fabric"),
+        *("wandb", "mlflow", "tensorboard", "tensorboardX", "neptune", "comet_ml", "aim", "clearml", "swanlab"),
+        *("tqdm", "rich", "loguru", "matplotlib", "pandas", "datasets", "pyarrow", "ray", "google", "grpc", "PIL"),
+    )
 )
 """Names of packages whose objects are never restored.
 

@@ -102,6 +102,8 @@ class KeptModules:
             _put_back_unless_same(members, kept)
         for tables in self._hooks:
             for name, (table, hooks) in tables.items():
+                if not (table or hooks):  # nearly every table
+                    continue
                 main = next((name.removesuffix(end) for end in _COMPANIONS if name.endswith(end)), name)
                 wanted = _hooks_to_be(table, hooks) if main == name else _within(tables[main][0], table, hooks)
                 _put_back_unless_same(table, wanted)

@@ -29,6 +29,7 @@ from plimsoll.tracing.local_tensors import dispatches_itself, local_of, parts_of
 from plimsoll.tracing.recorder.calling import flat_tensors
 from plimsoll.tracing.recorder.collectives import (
     IS_ROUTING,
+    chooses_alike,
     is_collective,
     is_repeatable_collective,
     is_routing,
@@ -283,7 +284,7 @@ class OpRecorder(TorchDispatchMode):
 
         if signature.is_collective and not (self._repeats_collectives and is_repeatable_collective(func)):
             obstacles.append(IS_COLLECTIVE)
-        if signature.is_routing:
+        if signature.is_routing and not chooses_alike(func, args):
             obstacles.append(IS_ROUTING)
         self._keep_masks(func, args)
         op_args = tuple(template(value) for value in args)

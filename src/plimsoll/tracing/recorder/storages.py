@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -22,7 +23,7 @@ from plimsoll.tracing.local_tensors import is_wrapper, local_of, parts_of_sparse
 INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """A mapping from the size of an element in bytes to the integer dtype of that size. It is used to view bits."""
 _ROW = 512
-_SMALL_BYTES = 2**16
+_SMALL_BYTES = 2**14
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,14 +129,27 @@ def storage_fingerprint(tensor: torch.Tensor) -> int:
     count = storage.nbytes()
     if count == 0 or storage.device.type == "meta":  # forward-mode derivatives check shapes there
         return 0
-    if count <= _SMALL_BYTES and storage.device.type == "cpu":  # here a dozen of torch's ops would take longer
-        return storage_crc(tensor)
+    if storage.device.type == "cpu":
+        return storage_crc(tensor) if count <= _SMALL_BYTES else _host_fingerprint(storage)
     flat = _of_storage(torch.int64, storage, 0, count // 8)
     rest = flat.numel() % _ROW
     rows = flat[rest:].view(-1, _ROW)
     # A sum of bytes would make a copy eight times as large, so only the remainder is read as bytes.
     parts = (_of_storage(torch.uint8, storage, count - count % 8, count % 8), flat[:rest], rows.sum(0), rows.sum(1))
     return int(sum((part * torch.arange(1, part.numel() + 1, device=part.device)).sum() for part in parts))
+
+
+def _host_fingerprint(storage: torch.UntypedStorage) -> int:
+    """Return a checksum of a storage on the CPU: sums of its rows and columns, each weighted by its place.
+
+    Numpy takes a fifth to a half of the time of torch's sums and of a CRC, because each sum reads the bytes in place.
+    """
+    data = memoryview((ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())).cast("B")
+    count = storage.nbytes() // (8 * _ROW) * _ROW
+    rows = np.frombuffer(data, np.int64, count).reshape(-1, _ROW)
+    sums = (rows.sum(0), rows.sum(1))
+    found = [int(np.dot(each, np.arange(1, len(each) + 1))) for each in sums]
+    return hash((*found, zlib.crc32(data[8 * count :])))
 
 
 def storage_crc(tensor: torch.Tensor) -> int:

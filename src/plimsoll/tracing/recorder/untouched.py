@@ -332,7 +332,7 @@ def _reached(
     held: Iterable[Any], known: Iterable[nn.Module], trained: Collection[int]
 ) -> tuple[list[nn.Module], list[KeptClasses], dict[int, Any]]:
     """Follow attributes and containers from the objects ``held``, to any depth. Return the ``nn.Module``s that are found
-    (without ``known`` ones), the attributes of the user's classes that are found, and all values as a mapping from ``id`` to value.
+    (without ``known`` ones), the attributes of the user's classes that are found, and all values, by ``id``.
 
     An optimizer's state is among the values if it trains none of the parameters ``trained`` (their ``id``).
     """
