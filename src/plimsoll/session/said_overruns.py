@@ -1,4 +1,4 @@
-"""Decides which steps over the budget are told to the user: new ones as a warning, the same one again as a log line."""
+"""Decides which steps over the budget are reported to the user: new ones as a warning, recurrences as a log line."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ class SaidOverruns:
     def has_come_back(self) -> bool:
         """Call this for an overrun that is not new. Return True if it should be logged.
 
-        A state that lasts is told once: quantization that began in mid-run exceeded the lowest plan's peak in every later step.
+        A state that lasts is reported once: quantization that began in mid-run exceeded the lowest plan's peak in every later
+        step.
         """
         if not self._has_kept:
             return False
