@@ -44,7 +44,13 @@ from plimsoll.tracing.recorder.calling import (
 )
 from plimsoll.tracing.recorder.contents import lent
 from plimsoll.tracing.recorder.fingerprint import fingerprint, signature
-from plimsoll.tracing.recorder.untouched import arguments_kept, private_copy, returned_tensors, untouched
+from plimsoll.tracing.recorder.untouched import (
+    arguments_kept,
+    optimizers_kept,
+    private_copy,
+    returned_tensors,
+    untouched,
+)
 from plimsoll.tracing.refusals import (
     BackwardFailed,
     check_traceable,
@@ -237,6 +243,7 @@ class _Step:
         if self.home is None or self.is_fake:
             with (
                 untouched(self.model),
+                optimizers_kept(),
                 arguments_kept((self._call, unwrapped(self.loss))),
                 faked(self.model) as mode,
                 target_kernels(self._target),
@@ -271,7 +278,7 @@ class _Step:
         restored.
         """
         kept = arguments_kept((self._call, unwrapped(self.loss)))
-        with untouched(self.model), kept, unseen_by_reducer(self._wrapped):
+        with untouched(self.model), optimizers_kept(), kept, unseen_by_reducer(self._wrapped):
             yield private_copy(self._call)
 
     def described(self, log: StepLog, workspaces: Mapping[str, int]) -> tuple[Trace, dict[int, int]]:

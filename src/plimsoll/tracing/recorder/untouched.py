@@ -61,7 +61,7 @@ def untouched(model: nn.Module, written: Collection[str] = ()) -> Iterator[None]
     shards, gathering = KeptShards(model), KeptGathering(inner_module(model))
     flags = [(module, module.training) for module in model.modules()]
     forwards = KeptForwards(model)
-    with gradients_aside(parameters, gathering.hooks), optimizers_kept():
+    with gradients_aside(parameters, gathering.hooks):
         try:
             state.lend_iterators()
             yield
