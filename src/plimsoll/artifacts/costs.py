@@ -30,7 +30,7 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True):
     """Data: the time of each distinct op of a traced step on ``device``. ``ops`` maps cost keys to costs.
 
     A cost key is an op's name with its shapes. Carrying out a plan has costs of its own: ``region_seconds`` for each call of a
-    region (a module that the plan decides about) in which something is dropped, ``slot_seconds`` for each tensor that autograd
+    region (a module that the plan decides about) if the region drops something, ``slot_seconds`` for each tensor that autograd
     saves in that region (including parameters), and ``replay_seconds`` for each recomputed op, in addition to the seconds of
     the op itself.
     """

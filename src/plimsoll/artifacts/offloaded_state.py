@@ -1,5 +1,5 @@
 """A decision about optimizer state: which parameters have their state on a link (in host memory or on disk) between steps, and
-in which chunks the optimizer steps them.
+how these parameters are divided into chunks. The optimizer steps one chunk at a time.
 """
 
 from __future__ import annotations

@@ -360,7 +360,7 @@ class Receipt(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
     """Measurements on the device of a plan that was made without the device; ``None`` if the plan was made on the device."""
     revised_plan: Plan | None = None
     """A second plan that was made with costs measured on the device, because the original plan's predictions were off; ``None``
-    if there is none.
+    if no second plan was made.
     """
 
     def __post_init__(self) -> None:

@@ -111,4 +111,4 @@ class RegionGraph(msgspec.Struct, frozen=True, kw_only=True):
     slots: tuple[Slot, ...]
     outputs: tuple[int, ...]
     backward_order: tuple[int, ...]
-    """Indices of the saved tensors (slots) that backward reads, in the order in which backward first reads them."""
+    """Indices of the saved tensors (slots) that backward reads, sorted by backward's first read."""

@@ -107,7 +107,7 @@ NORM_QUANTILES = (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
 """The levels of the quantiles in ``NormSummary.quantiles``, in the same order."""
 
 WHOLE_MODEL = "whole model"
-"""The name that stands in place of a block's name for the figures of the whole model."""
+"""The name for the figures of the whole model. It is used instead of a block's name."""
 
 
 class NormComparison(msgspec.Struct, frozen=True, kw_only=True):

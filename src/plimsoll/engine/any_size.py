@@ -40,7 +40,7 @@ MOST_RECORDINGS = 8
 """How many different recordings a family may have at most. A family is a group of recordings of one region (a module that the
 plan decides about) that differ in numbers only.
 
-With more, recipes for other sizes are no longer derived from the family: the region is recorded at each size.
+With more, Plimsoll stops deriving recipes for other sizes from the family, and records the region at each size.
 """
 
 Change = Callable[[Any], Any]
@@ -114,8 +114,8 @@ class Recordings:
         family.add(sizes, tuple(numbers), recording)
 
     def opened(self, signature: tuple[Any, ...]) -> list[Opened]:
-        """Return recordings for calls with this signature (shapes and dtypes of inputs, other state) in which numbers that
-        change from call to call are placeholders.
+        """Return recordings for calls with this signature (shapes and dtypes of inputs, other state). Numbers that change
+        from call to call are replaced by placeholders.
 
         Such a recording can be used for any call that differs from the recorded calls only in these numbers, if the numbers
         follow from the call's arguments.
@@ -169,8 +169,8 @@ class _Family:
             group.add(recording)
 
     def opened(self, sizes: Sizes) -> list[Opened]:
-        """Return recordings (of torch calls and ops) at these input sizes in which numbers that change from call to call are
-        placeholders. They can be used for calls with any such numbers.
+        """Return recordings (of torch calls and ops) at these input sizes. Numbers that change from call to call are replaced
+        by placeholders, so the recordings can be used for calls with any such numbers.
         """
         found = (group.opened(self._not_rebuildable) for group in self._alike.get(sizes, ()))
         return [opened for opened in found if opened is not None]
@@ -219,8 +219,8 @@ class _AlikeRecordings:
             self._is_settled = False
 
     def opened(self, not_rebuildable: Mapping[int, str]) -> Opened | None:
-        """Return one recording (of torch calls and ops) for all calls of this group, in which numbers that change from call to
-        call are placeholders.
+        """Return one recording (of torch calls and ops) for all calls of this group. Numbers that change from call to call are
+        replaced by placeholders.
 
         Return ``None`` if there are too few recordings, or if a call's numbers do not follow from its arguments.
         """

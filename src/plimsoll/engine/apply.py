@@ -163,8 +163,8 @@ class Handle(ShowsFigures, RemovedAtEnd):
         self._begin(plan)
 
     def has_moved(self) -> bool:
-        """Return whether the module at the name of a managed region (a module that the plan decides about) is no longer the
-        module that was there when the plan was applied.
+        """Return whether the name of a managed region (a module that the plan decides about) has stopped referring to the
+        module that it referred to when the plan was applied.
         """
         modules = dict(self.model.named_modules())
         return any(modules.get(name) is not region.module for name, region in self.regions.items())
@@ -519,7 +519,7 @@ def _managed_regions(plan: Plan) -> dict[str, tuple[RegionPlan, ...]]:
     """Return the regions (modules that the plan decides about) that get a wrapper: a mapping from the region's name to the plan
     for each of its calls in a step.
 
-    These are three kinds: the regions in which the plan does not keep everything, the regions that run while offloads are under
+    These are three kinds: the regions that do not keep everything under the plan, the regions that run while offloads are under
     way, and the first region. The first region is wrapped because its inputs show how large a call of the model will be.
     """
     hides = hiding(plan.regions)

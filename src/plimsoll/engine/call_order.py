@@ -10,8 +10,8 @@ from plimsoll.engine.larger_calls import LargerCalls
 from plimsoll.tracing.torch_internals import sequence_number
 
 _MOVED = 1.25
-"""The factor by which a region (a module that the plan decides about) must run earlier or later within the model's forward to
-count as moved.
+"""A region (a module that the plan decides about) counts as moved if it runs earlier or later within the model's forward by
+more than this factor.
 
 Its place is the number of autograd nodes that forward made before it. The region has moved if this number is above the largest
 earlier number, or below the smallest, by more than this factor. A plan manages only modules that it decides about, so if other
@@ -30,8 +30,8 @@ class CallOrder:
         self._first_node = 0
         self._known: set[tuple[str, str]] = set()
         self._ranks: dict[str, int] = {"": -1}
-        """A mapping from a region's name to its place (0, 1, 2 …) in the order in which regions (modules that the plan decides
-        about) were first called.
+        """A mapping from a region's name to its place (0, 1, 2 …). Regions (modules that the plan decides about) are sorted by
+        their first call.
         """
         self._nodes: dict[str, tuple[int, int]] = {}
         """A mapping from the name of a region (a module that the plan decides about) to the smallest and the largest number of

@@ -113,15 +113,15 @@ def references(tensors: Iterable[torch.Tensor | None]) -> References:
 
 
 class Alarm:
-    """Counts, for all regions (modules that the plan decides about) of a model, the steps in which a region made torch calls
-    that match none of its recorded calls.
+    """Counts steps, for all regions (modules that the plan decides about) of a model. A step counts if a region made torch
+    calls that match none of its recorded calls.
 
     It is shared because a change in one region will soon affect its neighbours too.
     """
 
     def __init__(self) -> None:
         self.count = 0
-        """The number of steps in which at least one region (a module that the plan decides about) made unknown torch calls."""
+        """The number of steps that had unknown torch calls in at least one region (a module that the plan decides about)."""
         self.has_wrong_number = False
         """Whether a tensor was rebuilt wrongly by a recipe that takes a number from each call instead of a recorded constant.
         """
@@ -140,7 +140,7 @@ class Alarm:
 
 class StreamGuard(LowestMode):
     """A function mode that checks during a call of a region (a module that the plan decides about) whether its torch calls
-    equal those of a recorded call.
+    equal the torch calls that a recorded call made.
 
     ``root`` is the root of a tree of all recorded sequences of torch calls, which the mode follows. ``known`` are the tensors
     that exist before the call.

@@ -13,8 +13,8 @@ from plimsoll.errors import RanksDiffer
 
 
 class Fallback:
-    """Reports calls of one region (a module that the plan decides about) for which recipes (recorded ops that rebuild dropped
-    tensors) cannot be used.
+    """Reports calls of one region (a module that the plan decides about) that cannot use recipes (recorded ops that rebuild
+    dropped tensors).
 
     A call that matches no recorded call, or that cannot be recorded, keeps everything, unless it may run again in backward (see
     ``rerun``). A second run is not always safe: forward may count, draw from its own generator or append tensors to a list, and
@@ -46,8 +46,7 @@ class Fallback:
         )
 
     def refusal(self, reason: str) -> RanksDiffer:
-        """Return the error for a call on this rank for which recipes (recorded ops that rebuild dropped tensors) cannot be
-        used.
+        """Return the error for a call on this rank that cannot use recipes (recorded ops that rebuild dropped tensors).
 
         It is an error and not a warning because other ranks wait for the collectives in the recipes.
         """

@@ -28,8 +28,8 @@ from plimsoll.tracing.local_tensors import Shell, unwrapped, version_of
 
 
 class Readable(Protocol):
-    """Protocol of objects from which a recipe (the ops that rebuild a dropped tensor) gets an input by calling ``read``: a cell
-    with a kept tensor, an encoded tensor, or a ticket for an offloaded tensor.
+    """Protocol of objects that give an input to a recipe (the ops that rebuild a dropped tensor): a cell with a kept tensor, an
+    encoded tensor, or a ticket for an offloaded tensor. The recipe calls ``read`` to get the input.
     """
 
     def read(self) -> torch.Tensor: ...
@@ -215,7 +215,7 @@ class OpenCall:
         return cell
 
     def pack_random(self, tensor: torch.Tensor) -> Cell:
-        """The pack hook of a region (a module that the plan decides about) in which backward will repeat random ops. It also
+        """The pack hook of a region (a module that the plan decides about) whose random ops backward will repeat. It also
         records the state of the random generator before such an op.
         """
         take_states(self._points, len(self.references), self.states)

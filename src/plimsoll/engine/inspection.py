@@ -215,8 +215,8 @@ class Inspection:
         return Cause.UNKNOWN
 
     def _has_changed_leaf(self, replay: CallReplay, slot: int) -> bool:
-        """Return whether a kept tensor, from which the recipe (the ops that rebuild a tensor) starts, was written in a way that
-        autograd does not see (``.data``, numpy).
+        """Return whether a kept tensor was written in a way that autograd does not see (``.data``, numpy). Only the kept
+        tensors that the recipe (the ops that rebuild a tensor) starts from are compared.
         """
         leaves = replay.leaves_of(slot) or ()
         kept = (leaf for leaf in leaves if isinstance(leaf, Cell) and leaf.index in self._copies)

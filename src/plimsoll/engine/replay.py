@@ -50,7 +50,8 @@ class Examiner(Protocol):
 
 class Recipes:
     """The compiled recipes (ops that rebuild dropped tensors) for calls of one region (a module that the plan decides about)
-    with one signature (shapes, dtypes and other state). There is code for each order in which backward has read the tensors.
+    with one signature (shapes, dtypes and other state). Code is generated for each order that backward has used to read the
+    tensors.
 
     A slot is one saved tensor, numbered in the order of saving. ``halves`` holds tensors between the halves of a split
     backward, or is ``None`` if backward is not split. ``like`` are the recipes of calls with other numbers, whose backward
@@ -108,7 +109,7 @@ class Recipes:
         self._failures.append(slot)
 
     def use_order(self, order: tuple[int, ...]) -> None:
-        """Generate code for the order in which backward has just read the saved tensors. Later calls use this code."""
+        """Generate code for ``order``: backward has just read the saved tensors in this order. Later calls use this code."""
         self.is_learning = False
         expected = self.code.order
         if order != expected and set(order) <= set(expected):
@@ -117,9 +118,9 @@ class Recipes:
                 self.sampler.expect(order)
 
     def learn_from(self, seen: list[int], waiting: Mapping[int, weakref.ref[Cell]]) -> None:
-        """Begin to watch in which order the backward of a new call reads its saved tensors. They are numbered in the order of
-        saving (slots). ``seen`` is the list to which the numbers are added, and ``waiting`` maps each number to its cell, the
-        object that autograd holds.
+        """Begin to watch a new call's backward, to learn the order of its reads. The saved tensors are numbered in the order of
+        saving (slots). Each read adds a number to the list ``seen``. ``waiting`` maps each number to its cell, the object that
+        autograd holds.
 
         The previous backward may have ended without reading all dropped slots, because some were saved for a detached part.
         Then later calls expect its order, and the slots that it did not read are not rebuilt in advance.

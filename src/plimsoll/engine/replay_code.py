@@ -74,8 +74,8 @@ class RecordedRegion:
 
 @dataclass(frozen=True, slots=True)
 class Code:
-    """Data: generated functions that rebuild the dropped tensors of one region (a module that the plan decides about), for one
-    order in which backward reads them.
+    """Data: generated functions that rebuild the dropped tensors of one region (a module that the plan decides about). They are
+    made for one order of backward's reads.
 
     ``segments`` has one function for each dropped tensor, in this order. ``places`` maps a tensor's number (in the order of
     saving) to its position in ``segments``.

@@ -146,15 +146,15 @@ class ReplayPlan:
     steady: frozenset[int] = frozenset()
     """The value ids of inputs that the model's forward has made and does not write to again."""
     template: ReplayPlan | None = None
-    """The plan with placeholders from which this plan was made by filling in numbers. ``None`` if this plan was not made in
-    this way.
+    """The plan with placeholders that were filled with numbers to make this plan. ``None`` if this plan was not made in this
+    way.
     """
     numbers: tuple[Number, ...] = ()
     """The numbers that were filled into the template to make this plan."""
 
     def at(self, numbers: tuple[Number, ...], recording: RecordedRegion) -> ReplayPlan:
-        """Return a copy of this plan in which placeholders (for numbers that change from call to call) are replaced by
-        ``numbers``.
+        """Return a copy of this plan with ``numbers`` filled in for the placeholders (for numbers that change from call to
+        call).
 
         ``recording`` is the recorded region (a module that the plan decides about) with the numbers filled in. Both plans share
         everything that does not depend on numbers. The bytes and geometries in the graph still contain placeholders: use
@@ -221,8 +221,8 @@ class ReplayPlan:
 
     @cached_property
     def held_places(self) -> tuple[int, ...]:
-        """The places (see `ParameterSource`) of the parameters and buffers whose memory, as it was in forward, recomputation
-        reads.
+        """The places (see `ParameterSource`) of the parameters and buffers that recomputation reads in the memory that they had
+        when the call began.
         """
         return tuple(source.place for _, source in self.parameters if source.is_held)
 
@@ -281,7 +281,7 @@ class ReplayPlan:
 
     @cached_property
     def signs(self) -> Mapping[int, str]:
-        """The saved tensors of which only signs are held: a mapping from the number of the tensor (in the order of saving) to
+        """The saved tensors that are held as signs only: a mapping from the number of the tensor (in the order of saving) to
         the value's name.
         """
         return {
@@ -341,8 +341,8 @@ class ReplayPlan:
     def boundary_leaves(
         self, cells: Sequence[Cell], packed: Mapping[int, Readable], link: Readable | None
     ) -> tuple[Readable, ...] | None:
-        """Return the objects that hold the stored values from which the region's outputs can be rebuilt. Return ``None`` if the
-        outputs cannot be rebuilt.
+        """Return the objects that hold the stored values for rebuilding the region's outputs. Return ``None`` if the outputs
+        cannot be rebuilt.
 
         The next region (a module that the plan decides about) has the outputs rebuilt if it does not hold its input, which is
         such an output. ``cells`` are the objects with the call's saved tensors, ``packed`` the values that are held by a codec
@@ -391,8 +391,8 @@ class ReplayPlan:
 
     @cached_property
     def _boundary_values(self) -> tuple[int, ...] | None:
-        """The ids of the stored values from which the outputs of the region (a module that the plan decides about) can be
-        rebuilt; ``None`` if they cannot be rebuilt.
+        """The ids of the stored values for rebuilding the outputs of the region (a module that the plan decides about);
+        ``None`` if the outputs cannot be rebuilt.
         """
         dropped = frozenset(self.graph.outputs) - self.choice.stored - self.choice.packed.keys()
         try:

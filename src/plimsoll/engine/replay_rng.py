@@ -96,7 +96,7 @@ class RandomPoints:
         self._latest.clear()
 
     def before(self, op: RecordedOp, device: torch.device) -> torch.Tensor | None:
-        """Return the recorded generator state from which the random op that is about to run can be repeated.
+        """Return the recorded generator state for repeating the random op that is about to run.
 
         The number of the point is stored with the op. Return ``None`` if the generator was used since the last point.
         """

@@ -83,8 +83,7 @@ class DeferredChecks:
 
 @dataclass(frozen=True, slots=True)
 class SentinelPolicy:
-    """Data: in which calls the regions (modules that the plan decides about) of one managed model take samples of dropped
-    tensors.
+    """Data: when the regions (modules that the plan decides about) of one managed model take samples of dropped tensors.
 
     Calls whose number is a multiple of ``every`` are sampled. ``deferred`` collects the results of comparisons that are read at
     the end of backward.

@@ -41,7 +41,7 @@ from plimsoll.tracing.torch_internals import below_autograd, current_autograd_no
 REFERENCE_CODEC = "int8"
 """The name of the codec that values are read through to measure the effect on gradients."""
 LEAST_LOSSY_ELEMENTS = 4096
-"""The fewest elements of a tensor for which a lossy codec is considered. For smaller tensors, the saving is not worth it."""
+"""A lossy codec is considered only for tensors with at least this many elements. Smaller tensors do not save enough."""
 _CHUNK = 1 << 20
 _ACCUMULATE = "torch::autograd::AccumulateGrad"
 

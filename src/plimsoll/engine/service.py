@@ -5,9 +5,9 @@ A program holds the recipes: the recorded ops that rebuild dropped tensors in ba
 which is the sequence of torch calls that the region makes. Without a program, a call keeps everything that it saves.
 
 A call with a new stream keeps everything. The next calls are *watched*: they are recorded again, which is correct and within
-the budget whatever they do, and their programs are added. When all streams have been known for a while, calls are no longer
-recorded. A surprise is a call with a stream that was not known. After each further surprise in the model, regions are watched
-for four times as many calls.
+the budget whatever they do, and their programs are added. When all streams have been known for a while, Plimsoll stops
+recording calls. A surprise is a call with a stream that was not known. After each further surprise in the model, regions are
+watched for four times as many calls.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class Service:
 
     @property
     def program(self) -> Program | None:
-        """Of the known programs (each drops and rebuilds tensors), the one that drops the most bytes. ``None`` if none is
+        """The known program that drops the most bytes (each program drops and rebuilds tensors). ``None`` if no program is
         known.
         """
         return max(self._all(), key=lambda program: program.plan.dropped_bytes, default=None)

@@ -30,7 +30,7 @@ class Between:
 
 
 class ReadTwice(Protocol):
-    """A protocol with the attributes that `Halves` uses of a cell, the object in autograd that stands for a dropped tensor."""
+    """A protocol with the attributes that `Halves` uses of a cell, the object that autograd holds for a dropped tensor."""
 
     index: int
     between: Between | None

@@ -190,8 +190,8 @@ class _Writer:
         self._fail_if(f"type({name}) is not {self._constant(kind)} or not ({is_same})")
 
     def _check_open(self, name: str, kind: type, number: Unknown) -> None:
-        """Write source code that checks a number for which the recording has a placeholder, because it changes from call to
-        call.
+        """Write source code that checks a number. The recording has a placeholder for this number, because it changes from call
+        to call.
 
         At its first occurrence in the stream, the code accepts and stores the number. At later occurrences, the number must be
         equal.

@@ -173,7 +173,7 @@ class _Call:
                 generator.set_state(state)
 
     def put_state_back(self, tile: int) -> None:
-        """Set the random generators to the states from which tile number ``tile`` started in forward."""
+        """Set the random generators to the states that they had in forward when tile number ``tile`` started."""
         if self._generators:
             for generator, state in zip(self._generators, self.states[tile], strict=True):
                 generator.set_state(state.get_state())

@@ -212,7 +212,7 @@ def _geometry(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...], i
 
 
 def described_geometry(tensor: torch.Tensor) -> Several:
-    """Return the sizes, strides and offset of a tensor in the form in which arguments of torch calls are recorded.
+    """Return the sizes, strides and offset of a tensor, recorded like arguments of torch calls.
 
     Numbers in it that change from call to call can become placeholders.
     """
@@ -222,8 +222,8 @@ def described_geometry(tensor: torch.Tensor) -> Several:
 
 
 def looks(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Return the properties in which a tensor must agree with the recorded one, although its contents may differ: type, shape,
-    strides, dtype, device, requires_grad.
+    """Return the properties that a tensor must share with the recorded tensor: type, shape, strides, dtype, device,
+    requires_grad. The contents may differ.
     """
     if type(tensor) not in _PLAIN:  # reading a tensor of the user's type calls the user's code
         with without_torch_function():

@@ -44,8 +44,8 @@ _PARTLY_UNSET = frozenset({"_ctc_loss"})
 _PROBABILITIES = ("p", "dropout_p")
 """Names that the argument for the dropout probability has in the schemas of aten's ops."""
 _LARGE_BYTES = 1 << 14
-"""The size in bytes from which outputs count as large. On a CPU, large outputs are reduced to checksums while the op runs
-again.
+"""Outputs count as large if they have at least this many bytes. On a CPU, large outputs are reduced to checksums while the op
+runs again.
 
 The reason: two of them at the same time could be the peak of memory.
 """
@@ -85,7 +85,7 @@ class VerifyingRecorder(OpRecorder):
         self._shadows: dict[int, torch.Tensor] = {}
         self._undefined: set[int] = set()
         self._lost: dict[int, str] = {}
-        """Storages to which an op that may not run again has written in place; the value is the reason. Later ops that write to
+        """Storages that were written in place by an op that may not run again; the value is the reason. Later ops that write to
         such a storage are not verified: that would need a copy of it, and the recorded call would take more memory than later
         calls.
         """

@@ -24,7 +24,7 @@ SHOWN = 3
 _RANKS = (8, 16, 32, 64, 128, 256, 512)
 """The numbers of ranks to shard over, from one node of most accelerators up."""
 _DIVISORS = (4, 16, 64, 256)
-"""The numbers by which the micro-batch is divided, if half of it does not fit."""
+"""If half of the micro-batch does not fit, the micro-batch is divided by these numbers."""
 _ADAPTER_RANK = 16
 Options = Mapping[str, str]
 """The options of ``plimsoll estimate`` by name: batch, layout, optimizer, strategy, budget and techniques, as typed."""

@@ -53,8 +53,8 @@ def kinds_of(layers: Sequence[Any]) -> dict[str, str]:
 
 
 def fingerprint(framework: str, kinds: Mapping[str, str]) -> str:
-    """Return a digest of the layers' kinds (classes and shapes of variables), by which a plan recognises its model. It is the
-    same at any batch size.
+    """Return a digest of the layers' kinds (classes and shapes of variables). A plan recognises its model by this digest, which
+    is the same at any batch size.
 
     The layers' names do not change the digest, because a framework may number them.
     """

@@ -48,7 +48,7 @@ _STATES, _DEVIATIONS = 4, 2
 standard deviations of all runs are added to the maximum.
 """
 _COUNTED_FROM = 256 * 1024
-"""The size in bytes from which TensorFlow counts a tensor on a CPU. Smaller tensors are not counted."""
+"""TensorFlow counts a tensor on a CPU if it has at least this many bytes. Smaller tensors are not counted."""
 _BESIDE, _SHARE_BESIDE = 12, 8
 """Two numbers of the function `bytes_in_any_state`: how many other tensors are made before a run, and the divisor that gives
 the largest one's bytes.

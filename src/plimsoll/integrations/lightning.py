@@ -144,7 +144,7 @@ class PlimsollCallback(_Callback):
             ) from error
 
     def _log_once(self, log: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        """Pass on what the training step logs, except in trial runs, in which Plimsoll measures a plan."""
+        """Pass on what the training step logs, except in trial runs that measure a plan."""
         if self.handle is None or not self.handle.is_trying:
             log(*args, **kwargs)
 

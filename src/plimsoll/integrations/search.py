@@ -94,7 +94,7 @@ class PlanSearch:
         if meter.kept_bytes is not None:
             self._seen.append((self.planner.loosest.peak_bytes, meter.kept_bytes))
         self._at: dict[int, Plan] = {}
-        """The fastest plan for each peak (in bytes) for which a plan was solved."""
+        """The fastest plan for each peak (in bytes) that a plan was solved for."""
 
     def run(self, budget: int | str | None) -> Plan:
         """Return the fastest plan that was measured to be within the budget. A budget of ``None`` sets no limit.

@@ -76,7 +76,7 @@ class _Rules:
         return (work.name, work.shape if self._has_shapes else "")
 
     def causes(self, work: WorkPiece) -> Iterable[tuple[OverheadCause, float]]:
-        """Return the causes of overhead to which a piece of work contributes, each with its nanoseconds."""
+        """Return the causes of overhead that a piece of work contributes to, each with its nanoseconds."""
         key = self.key(work)
         is_recomputed = work.phase is WorkPhase.RECOMPUTE
         if work.kind is WorkKind.GRAPH:

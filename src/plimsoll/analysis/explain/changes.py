@@ -103,7 +103,7 @@ class ExplainedStep:
 class PeakSubject:
     """Data: the step whose peak is to be lowered.
 
-    It has the step's trace, the choices of what each region keeps and recomputes, and the recorded run without a plan.
+    It has the step's trace, the choices for each region (what it keeps and recomputes), and the recorded run without a plan.
     """
 
     trace: Trace

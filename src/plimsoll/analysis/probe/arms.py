@@ -35,8 +35,8 @@ from plimsoll.session.manage import manage
 from plimsoll.tracing.recorder.untouched import KeptState, RandomState
 
 _COMPARED = 1
-"""The position, within a chunk of training steps, of the step that compares gradients. It is the step after the one in which
-Plimsoll records ops.
+"""The position, within a chunk of training steps, of the step that compares gradients. Plimsoll records ops in the step
+before.
 """
 _LEAST_STEPS_TO_MEASURE = 3
 """The peak is measured only in chunks with at least this many steps: one records, one compares gradients, one must remain."""

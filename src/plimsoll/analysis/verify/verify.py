@@ -322,7 +322,7 @@ def _hold_plan(
 
 
 def _recording_and_steady(step: TrainingStep, evidence: Evidence, report: Progress) -> tuple[int, int, Apart]:
-    """Run the plan's first step, in which ops are recorded, and a later step, and measure both.
+    """Run the plan's first step, which records ops, and a later step. Measure both.
 
     Return the peak of each in bytes, and for each tensor the larger of its two differences from the step without a plan.
     """

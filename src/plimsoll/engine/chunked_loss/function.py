@@ -43,7 +43,7 @@ class Head:
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which a loss is computed: float64 for float64, float32 for all other dtypes."""
+    """Return the dtype for computing a loss: float64 for float64, float32 for all other dtypes."""
     return dtype if dtype is torch.float64 else torch.float32
 
 

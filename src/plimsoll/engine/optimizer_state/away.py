@@ -104,7 +104,7 @@ class OffloadedStates(defaultdict[Any, Any]):
         self._keeper = keeper
 
     def present(self, parameter: Any) -> Any:
-        """Return the state of a parameter as it is, without bringing tensors back to the device; ``None`` if there is none."""
+        """Return the state of a parameter without bringing tensors back to the device; ``None`` if the state does not exist."""
         return dict.get(self, parameter)
 
     def order(self, parameters: Iterable[Any], known: Container[int]) -> None:

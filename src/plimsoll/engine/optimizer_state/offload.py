@@ -50,7 +50,8 @@ class _Before:
     """The optimizer state of one parameter before the step, to restore it if the step fails.
 
     ``entries`` has copies of small tensors, and stand-ins for tensors on the link (to host memory or disk), which ``away``
-    lists. A large tensor that something else holds is in it as it is; its old values are in `_Undo`.
+    lists. A large tensor that something else holds is not copied into ``entries``: the tensor itself is there, and its old
+    values are in `_Undo`.
     """
 
     parameter: torch.Tensor
@@ -516,7 +517,7 @@ def _alive(reference: weakref.ref[StateOffload]) -> StateOffload:
 
 
 def _closed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """Call the closure that was passed to a step, if there is one. Return its result, and the step's arguments without it."""
+    """If a closure was passed to a step, call it. Return its result, and the step's arguments without it."""
     closure = kwargs.get("closure", args[0] if args else None)
     if closure is None:
         return None, args, kwargs

@@ -166,7 +166,7 @@ class StepFamily:
 
     @property
     def family(self) -> Family[Shape]:
-        """What the traces so far have in common: the structure of the step, from which steps at other sizes are predicted."""
+        """The structure of the step that all traces so far have in common. Steps at other sizes are predicted from it."""
         if self._family is None:
             self._family = Family(self.traces)
         return self._family

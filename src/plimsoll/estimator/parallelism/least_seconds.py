@@ -22,7 +22,7 @@ from plimsoll.planning.costing.roofline import is_product, roofline_costs
 
 _NOT_PER_SAMPLE = frozenset(["dp", *BESIDE])
 _MANY = 1 << 10
-"""The factor by which the micro-batch is enlarged to compute the lower bound. Launches and latencies then hardly count."""
+"""The micro-batch is enlarged by this factor to compute the lower bound. Launches and latencies then hardly count."""
 _OF_SAMPLES = (Category.ACTIVATION, Category.TEMPORARY)
 _ITEM_BYTES = (1, 2, 4, 8)
 

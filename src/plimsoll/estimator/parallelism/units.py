@@ -40,7 +40,7 @@ class HeldTypes:
 
 
 AS_COMPUTED = HeldTypes()
-"""The setting in which a rank holds every tensor in the dtype that the model computes in."""
+"""With this setting, a rank holds every tensor in the dtype that the model computes in."""
 _WIDE_BYTES = 4
 _NARROW = ("bf16", "f16")
 

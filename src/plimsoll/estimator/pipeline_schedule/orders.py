@@ -185,7 +185,7 @@ def held_bytes(orders: Orders, bytes_by_stage: Sequence[int]) -> tuple[int, ...]
 
 
 def _holding(actions: Sequence[Action]) -> Iterator[tuple[int, int]]:
-    """Yield the changes of what a rank holds: for each action that changes it, the stage and +1 or -1.
+    """Yield the stage and +1 or -1 for each action that changes the number of micro-batches that a rank holds.
 
     +1 means that forward starts to hold a micro-batch, -1 that the last action of its backward frees it.
     """

@@ -45,8 +45,8 @@ def run_nodes(nodes: Sequence[Node], held: dict[int, Any], bind: Bind) -> None:
 
 
 def naming(names: Mapping[int, str]) -> Bind:
-    """Return a function that runs an operation and gives names to those of its results that are in ``names``, so that a
-    checkpoint policy can save them.
+    """Return a function that runs an operation and names its results, so that a checkpoint policy can save them. Only results
+    that are in ``names`` get a name.
     """
 
     def bind(node: Node, inputs: Sequence[Any]) -> list[Any]:
@@ -57,8 +57,8 @@ def naming(names: Mapping[int, str]) -> Bind:
 
 
 def _marking(node: Node, inputs: Sequence[Any]) -> list[Any]:
-    """Run an operation and give each result a name with its number, by which the result is found in the joint program of
-    function and derivative.
+    """Run an operation and give each result a name with its number. The name is used to find the result in the joint program
+    of function and derivative.
     """
     return [checkpoint_name(r, f"{MARK}{v}") for v, r in zip(node.writes, node.bind(inputs), strict=True)]
 

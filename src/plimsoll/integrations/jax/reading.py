@@ -81,7 +81,7 @@ class Reading:
         return found
 
     def _sources(self, value: int, candidates: frozenset[int], known: dict[int, frozenset[int]]) -> frozenset[int]:
-        """Return the values from which a value of the joint program (the part with its derivative) is made: inputs, and values
+        """Return the values that a value of the joint program (the part with its derivative) is made from: inputs, and values
         that a plan may hold.
         """
         if value not in known:

@@ -31,11 +31,11 @@ takes.
 """
 _EFFECTS = ("callback", "print", "infeed", "outfeed")
 _INSIDE = -1
-"""A number that stands for everything that jax itself holds of a region (a part that a plan manages), in place of the number of
+"""The number for everything that jax itself holds of a region (a part that a plan manages). It is used instead of the number of
 one value.
 """
 INSIDE = "inside"
-"""The name that stands in plans for everything that jax itself holds of a region (a part that a plan manages).
+"""The name in plans for everything that jax itself holds of a region (a part that a plan manages).
 
 It is used where single values cannot be named: a loop inside of a loop is one operation, and its derivative reads values that
 are made inside.

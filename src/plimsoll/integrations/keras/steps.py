@@ -26,7 +26,7 @@ def bytes_of(arrays: Iterable[Any]) -> int:
 
 
 def constructed(model: Any, names: Collection[str]) -> Any:
-    """Construct a copy of the model in which the named layers run under ``jax.checkpoint`` or ``tf.recompute_grad``."""
+    """Construct a copy of the model that runs the named layers under ``jax.checkpoint`` or ``tf.recompute_grad``."""
     import keras
 
     with keras.RematScope(mode="list_of_layers", layer_names=sorted(names)):

@@ -36,7 +36,7 @@ _BESIDE_LONGEST: Mapping[str, Mapping[str, Any]] = {
     "fit": {"seq": [], "global_batch": None, "accumulation": 1, "most_batch": 1024, "regions": [], "solves": 16}
     | {"save_plan": None, "device": "cpu"},
 }
-"""For each command with ``--longest-sequence``, the options that have no effect together with it, and their defaults."""
+"""For each command with ``--longest-sequence``, the options that do not have an effect together with it, and their defaults."""
 _KINDS = ("cpu", "cuda", "mps", "xpu", "hpu", "npu", "mtia", "xla", "privateuseone")
 """The kinds of devices that torch or a library for it can build a model on."""
 _HOST = "cpu"
@@ -308,7 +308,7 @@ def _refuse_fit(typed: Mapping[str, Any]) -> None:
 
 
 def _refuse_beside_longest(command: str, typed: Mapping[str, Any]) -> None:
-    """Check the options of a search for the longest sequence, and raise an error for options that have no effect in it.
+    """Check the options of a search for the longest sequence. Raise an error for options that do not have an effect in it.
 
     Raises:
         InvalidOption: the message names the options.

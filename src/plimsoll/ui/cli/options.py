@@ -215,7 +215,7 @@ class Output:
 
 
 _OF_PLANNING = tuple(f"--{field.name.replace('_', '-')}" for field in fields(Planning))
-"""The names of the command-line options that decide how a plan is made. They have no effect together with a saved plan."""
+"""The names of the command-line options that decide how a plan is made. They do not affect a saved plan."""
 
 
 def given(context: typer.Context) -> list[str]:

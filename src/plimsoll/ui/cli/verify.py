@@ -112,7 +112,7 @@ def verify(
 
 def _saved(context: typer.Context, plan: Path | None, revised_plan: Path | None, *, is_own: bool) -> Plan | None:
     """Load the plan that ``--plan`` names, or return ``None`` without ``--plan``. First raise an error if options were typed
-    that have no effect.
+    that do not have an effect.
     """
     from plimsoll.ui.cli.work import load_saved
 

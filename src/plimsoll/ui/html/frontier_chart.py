@@ -60,7 +60,7 @@ def _curve_points(plan: Plan) -> tuple[NamedPoint, ...]:
     """Return the points of the plan's frontier (the shortest step time for each peak), and the plan itself if it is usable.
 
     Points that are too near to the plan are left out: the slider's mark was next to the plan's. The result is empty if the time
-    of the step without a plan is 0, or if the plan has no frontier.
+    of the step without a plan is 0, or if the plan does not have a frontier.
     """
     if not plan.baseline_seconds:
         return ()

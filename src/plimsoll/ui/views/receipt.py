@@ -252,7 +252,7 @@ def _droppable(receipt: Receipt) -> str:
     """Return a text about how much a plan could save: the share of activations in regions (modules that the plan decides about)
     that could be dropped.
 
-    Regions in which the plan keeps everything were not measured.
+    Regions that keep everything under the plan were not measured.
     """
     if not any(region.activation_bytes for region in receipt.regions):
         return "not measured: the plan does not manage a region by recipes"
