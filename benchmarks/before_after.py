@@ -3,8 +3,8 @@
     git worktree add ../before main~40
     python -m benchmarks.before_after --before ../before --models llama gpt2 vit launch_bound
 
-Each checkout runs in a process of its own that loads its ``src``; the models are this checkout's. Every plan is made once,
-on this device, saved, and carried out by both: so the files of one are read by the other, and steps are the same work.
+Each checkout runs in a process of its own that loads its ``src``; the models are this checkout's. The older checkout makes and
+saves every plan once, on this device, and both carry it out: newer versions read older files, and steps are the same work.
 Steps and plans alternate between the processes, in an order that turns around every round; the clock is each process's CPU
 time on one thread. Planning is compared on the roofline of a device that is not here, where costs are no measurements and
 decisions must be equal.

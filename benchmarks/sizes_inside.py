@@ -48,7 +48,7 @@ Batch = Mapping[str, torch.Tensor]
 _VOCABULARY = 512
 _IGNORED = -100
 _HEAD = (
-    "training", "unmanaged MiB", "fixed MiB", "budget MiB", "managed MiB", "steps over", "at a growth", "silent", "warnings",
+    "training", "unmanaged MiB", "fixed MiB", "budget MiB", "managed MiB", "steps over", "at a growth", "silent", "messages",
     "losses equal",
 )  # fmt: skip
 
@@ -260,7 +260,7 @@ def _compare(kind: str, steps: int) -> tuple[tuple[str, ...], list[str]]:
         f"{'a' if number in grown else 'no'} growth, {'named' if number in said else '**silent**'}"
         for number in over
     ]
-    lines += [f"- {kind}, told in step {number}: {' '.join(text.split())}" for number, text in ours.warned]
+    lines += [f"- {kind}, message in step {number}: {' '.join(text.split())}" for number, text in ours.warned]
     return row, lines
 
 
@@ -281,12 +281,7 @@ def main() -> int:
     print("\n".join(format_table(_HEAD, rows)))
     print(
         "\n".join(
-            [
-                "",
-                "Steps are counted from 0. Steps over the budget, and all warnings and log lines:",
-                "",
-                *itertools.chain(*lines),
-            ]
+            ["", "Steps are counted from 0. Steps over the budget, and all messages:", "", *itertools.chain(*lines)]
         )
     )
     return 0

@@ -44,7 +44,7 @@ _HEAD = (
 _LEGEND = (
     "Three twins train in turns with the same seeds and data. Times are medians of the second half of the steps, as shares of "
     "the unmanaged twin's processor time; other work ran on the machine, so they repeat within some percent only. Peaks are "
-    "the highest of the last five steps, without parameters. *Recorded*: the most recordings of one block under one signature, "
+    "the highest of the last five steps, without parameters. *Recorded*: the most recordings of one block, "
     "and *streams* the ways through its code that have a recipe then. *Last recorded*: the last step that recorded a block. "
     "*Run again*: calls without a recipe. Backward ran their forward again. *Equal*: in every step, gradients and buffers have "
     "the bits of the unmanaged twin's; a number counts the steps with other bits."

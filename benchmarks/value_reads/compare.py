@@ -138,10 +138,7 @@ def compare(kind: Kind, steps: int) -> Row:
             for twin in (plain, checkpointed, ours):
                 twin.optimizer.step()
             services = _services(ours.model)
-            before, recorded = (
-                recorded,
-                sum({id(each.learning): each.learning.recordings for each in services}.values()),
-            )
+            before, recorded = recorded, sum(one.recordings for one in {each.learning for each in services})
             last_recorded = step if recorded > before else last_recorded
         most = max(services, key=lambda each: (each.learning.recordings, each.streams), default=None)
     texts = [str(each.message).replace(f"{Path.cwd()}/", "") for each in caught if "plimsoll" in str(each.message)]
@@ -154,7 +151,7 @@ def compare(kind: Kind, steps: int) -> Row:
         plan_ratio=ours.ratio(plain),
         first_step_ratio=ours.seconds[0] / statistics.median(plain.seconds),
         recordings=most.learning.recordings if most is not None else 0,
-        streams=len(most._all()) if most is not None else 0,
+        streams=most.streams if most is not None else 0,
         last_recorded=last_recorded,
         reruns=sum(each.reruns for each in services),
         checkpoint_unequal=checkpointed.unequal_steps,

@@ -138,9 +138,8 @@ class Service:
         """
         if self._heard != self._alarm.count:
             self._heard = self._alarm.count
-            if not (
-                self.may_wait and self.reruns
-            ):  # backward has run such a call again, and will do so with the next one
+            # Once backward has run an unknown call again, it will do so with the next one.
+            if not (self.may_wait and self.reruns):
                 self._watch = self.watch_length
         return self._watch > 0 or (self._idle_changes < MAX_IDLE_CHANGES and scalars() != self._scalars)
 

@@ -39,16 +39,14 @@ from plimsoll.tracing.recorder.calling import (
     output_tensors,
     refuse_foreign_graph,
     scalar_loss,
-    unwrapped,
 )
 from plimsoll.tracing.recorder.foreign_leaves import foreign_leaves_kept
 from plimsoll.tracing.recorder.untouched import (
     KeptState,
     RandomState,
-    arguments_kept,
     forwards_kept,
-    optimizers_kept,
     private_copy,
+    side_effects_kept,
 )
 from plimsoll.tracing.torch_internals import sequence_number
 from plimsoll.tracing.zero import held_by_deepspeed, is_gathered_by_zero
@@ -147,7 +145,7 @@ class TrainingStep:
         and undo the steps of optimizers.
         """
         args, kwargs = private_copy((self._args, self._kwargs))
-        with forwards_kept(self.model), optimizers_kept(), arguments_kept((args, kwargs, unwrapped(self._loss))):
+        with forwards_kept(self.model), side_effects_kept((args, kwargs), self._loss):
             yield args, kwargs
 
     def _forward_and_backward(

@@ -34,7 +34,7 @@ from plimsoll.tracing.fake import fake_batch, faked
 from plimsoll.tracing.kernels import target_kernels
 from plimsoll.tracing.recorder.calling import split_batch
 from plimsoll.tracing.recorder.contents import lent
-from plimsoll.tracing.recorder.untouched import arguments_kept, optimizers_kept, private_copy, untouched
+from plimsoll.tracing.recorder.untouched import private_copy, side_effects_kept, untouched
 from plimsoll.tracing.regions import find_regions
 
 Layout = tuple[tuple[int, ...], ...]
@@ -656,7 +656,7 @@ def find_rowwise_calls(
     call = split_batch(batch)
     on_meta = any(parameter.is_meta for parameter in model.parameters())
     is_fake = on_meta or device_name is not None
-    with untouched(model), optimizers_kept(), arguments_kept(call), torch.no_grad(), contextlib.ExitStack() as stack:
+    with untouched(model), side_effects_kept(call), torch.no_grad(), contextlib.ExitStack() as stack:
         if is_fake:
             mode = stack.enter_context(faked(model))
             stack.enter_context(target_kernels(device_name or "cpu"))
@@ -669,7 +669,7 @@ def find_rowwise_calls(
         _LOG.debug("plimsoll: %s cannot run in tiles: %s", path, reason)
     found = follower.found
     if found and not is_fake:
-        with untouched(model), optimizers_kept(), arguments_kept(call), torch.no_grad():
+        with untouched(model), side_effects_kept(call), torch.no_grad():
             args, kwargs = private_copy(call)
             with _comparing(found, modules) as differing:
                 model(*args, **kwargs)

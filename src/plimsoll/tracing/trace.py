@@ -40,17 +40,10 @@ from plimsoll.tracing.recorder.calling import (
     ModuleStack,
     check_devices,
     split_batch,
-    unwrapped,
 )
 from plimsoll.tracing.recorder.contents import lent
 from plimsoll.tracing.recorder.fingerprint import fingerprint, signature
-from plimsoll.tracing.recorder.untouched import (
-    arguments_kept,
-    optimizers_kept,
-    private_copy,
-    returned_tensors,
-    untouched,
-)
+from plimsoll.tracing.recorder.untouched import private_copy, returned_tensors, side_effects_kept, untouched
 from plimsoll.tracing.refusals import (
     BackwardFailed,
     check_traceable,
@@ -243,8 +236,7 @@ class _Step:
         if self.home is None or self.is_fake:
             with (
                 untouched(self.model),
-                optimizers_kept(),
-                arguments_kept((self._call, unwrapped(self.loss))),
+                side_effects_kept(self._call, self.loss),
                 faked(self.model) as mode,
                 target_kernels(self._target),
             ):
@@ -277,8 +269,8 @@ class _Step:
         """Return a context manager that yields a copy of the batch to run a step on. At its end, model and reducer are
         restored.
         """
-        kept = arguments_kept((self._call, unwrapped(self.loss)))
-        with untouched(self.model), optimizers_kept(), kept, unseen_by_reducer(self._wrapped):
+        kept = side_effects_kept(self._call, self.loss)
+        with untouched(self.model), kept, unseen_by_reducer(self._wrapped):
             yield private_copy(self._call)
 
     def described(self, log: StepLog, workspaces: Mapping[str, int]) -> tuple[Trace, dict[int, int]]:

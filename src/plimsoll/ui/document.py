@@ -173,14 +173,22 @@ class MemoryChart:
         return self.budget_bytes if (self.budget_bytes or 0) <= _MOST_ROOM * highest_bytes else None
 
 
+def seconds_of(points: Sequence[TimelinePoint]) -> list[float] | None:
+    """Return the second at which the operation of each point starts in the step without a plan, or ``None`` for plans without
+    times.
+    """
+    seconds = [point.unmanaged_seconds for point in points if point.unmanaged_seconds is not None]
+    return seconds if len(seconds) == len(points) else None
+
+
 def starts_of(points: Sequence[TimelinePoint]) -> tuple[list[float], str]:
-    """Return the milliseconds at which the operation of each point starts in the step without a plan, and a title for their
-    axis. In plans without times, return the numbers of the operations.
+    """Return where each point lies on the axis of a chart, and the axis' title: milliseconds, or the numbers of the operations
+    in plans without times.
 
     By number of operations, the optimizer's many short operations took half of a chart.
     """
-    seconds = [point.unmanaged_seconds for point in points if point.unmanaged_seconds is not None]
-    if len(seconds) == len(points) and seconds and seconds[-1] > seconds[0]:
+    seconds = seconds_of(points)
+    if seconds and seconds[-1] > seconds[0]:
         return [1000 * each for each in seconds], "time in the step without a plan, ms"
     return [float(point.tick) for point in points], "operation of the training step"
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from plimsoll.artifacts.plan import Plan, TimelinePoint
 from plimsoll.errors import InvalidReport
-from plimsoll.ui.document import name_budget
+from plimsoll.ui.document import name_budget, seconds_of
 from plimsoll.units import format_bytes
 
 _PHASES = 1
@@ -45,13 +45,9 @@ def render_perfetto(plans: Sequence[Plan]) -> str:
 
 
 def _about(plans: Sequence[Plan]) -> dict[str, str]:
-    is_timed = all(_is_timed(plan) for plan in plans)
+    is_timed = all(seconds_of(plan.timeline) is not None for plan in plans)
     clock = "time of the operation's start in the unmanaged step" if is_timed else "one microsecond per operation"
     return {"producer": "plimsoll", "model": plans[0].model, "fingerprint": plans[0].fingerprint, "clock": clock}
-
-
-def _is_timed(plan: Plan) -> bool:
-    return all(point.unmanaged_seconds is not None for point in plan.timeline)
 
 
 def _events(plan: Plan, process: int) -> Iterator[dict[str, Any]]:
@@ -77,9 +73,10 @@ def _events(plan: Plan, process: int) -> Iterator[dict[str, Any]]:
 
 def _starts(plan: Plan) -> list[float]:
     """Return, for each point of the plan's timeline, the microsecond at which the point begins."""
-    if _is_timed(plan):
-        return [round((point.unmanaged_seconds or 0.0) * 1e6, 3) for point in plan.timeline]
-    return [float(point.tick) for point in plan.timeline]
+    seconds = seconds_of(plan.timeline)
+    if seconds is None:
+        return [float(point.tick) for point in plan.timeline]
+    return [round(each * 1e6, 3) for each in seconds]
 
 
 def _phases(points: Sequence[TimelinePoint], starts: Sequence[float], process: int) -> Iterator[dict[str, Any]]:

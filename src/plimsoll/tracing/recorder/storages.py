@@ -144,7 +144,7 @@ def _host_fingerprint(storage: torch.UntypedStorage) -> int:
 
     Numpy takes a fifth to a half of the time of torch's sums and of a CRC, because each sum reads the bytes in place.
     """
-    data = memoryview((ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())).cast("B")
+    data = memoryview(_bytes_of(storage)).cast("B")
     count = storage.nbytes() // (8 * _ROW) * _ROW
     rows = np.frombuffer(data, np.int64, count).reshape(-1, _ROW)
     sums = (rows.sum(0), rows.sum(1))
@@ -154,8 +154,11 @@ def _host_fingerprint(storage: torch.UntypedStorage) -> int:
 
 def storage_crc(tensor: torch.Tensor) -> int:
     """Return the CRC-32 of all bytes of a CPU tensor's storage. The bytes are read in place."""
-    storage = tensor.untyped_storage()
-    return zlib.crc32((ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr()))
+    return zlib.crc32(_bytes_of(tensor.untyped_storage()))
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> ctypes.Array[ctypes.c_char]:
+    return (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())
 
 
 def _of_storage(dtype: torch.dtype, storage: torch.UntypedStorage, offset: int, count: int) -> torch.Tensor:

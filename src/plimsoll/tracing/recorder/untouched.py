@@ -24,7 +24,7 @@ from plimsoll.errors import PlimsollError
 from plimsoll.tracing.ddp import inner_module
 from plimsoll.tracing.fsdp2 import KeptShards, every_parameter
 from plimsoll.tracing.local_tensors import gradient_of, local_of, parts_of_sparse
-from plimsoll.tracing.recorder.calling import output_tensors
+from plimsoll.tracing.recorder.calling import Loss, output_tensors, unwrapped
 from plimsoll.tracing.recorder.contents import KeptValues, is_holder, lent, with_contents
 from plimsoll.tracing.recorder.foreign_leaves import gradients_aside
 from plimsoll.tracing.recorder.kept_classes import KeptClasses
@@ -279,22 +279,30 @@ def optimizers_kept() -> Iterator[None]:
     A block that trains itself steps in forward (Forward-Forward, a probe that is trained along). Its state is copied only when
     such a step comes: copies of all state would be as large as two models.
     """
-    kept: dict[int, tuple[Optimizer, KeptValues, KeptTensors]] = {}
+    kept: dict[Optimizer, tuple[KeptValues, KeptTensors]] = {}
 
     def keep(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if id(optimizer) not in kept:
-            values = with_contents([optimizer.state, optimizer.param_groups])
-            tensors = KeptTensors(filter(_is_kept, values.values()))
-            kept[id(optimizer)] = optimizer, KeptValues(values.values()), tensors
+        if optimizer not in kept:
+            values = with_contents([optimizer.state, optimizer.param_groups]).values()
+            kept[optimizer] = KeptValues(values), KeptTensors(filter(_is_kept, values))
 
     hook = register_optimizer_step_pre_hook(keep)
     try:
         yield
     finally:
         hook.remove()
-        for _, contents, tensors in kept.values():
+        for contents, tensors in kept.values():
             contents.put_back()
             tensors.put_back()
+
+
+@contextlib.contextmanager
+def side_effects_kept(call: Any, loss: Loss | None = None) -> Iterator[None]:
+    """Return a context manager for a trial step that undoes what the step changes outside of the model: the contents of objects
+    among a call's arguments and of the loss, and the steps of optimizers.
+    """
+    with optimizers_kept(), arguments_kept((call, unwrapped(loss))):
+        yield
 
 
 def _optimized(values: Iterable[Any]) -> set[int]:
@@ -348,7 +356,10 @@ def _reached(
         for value in list(found.values()):
             if isinstance(value, Optimizer) and "param_groups" in vars(value):
                 own = {id(parameter) for group in value.param_groups for parameter in group["params"]}
-                found |= with_contents([value.param_groups, *([value.state] if own.isdisjoint(trained) else ())])
+                if own.isdisjoint(trained):
+                    found |= with_contents([value.state, value.param_groups])
+                else:  # the groups' own entries, such as the learning rate: weights of another model would be copied
+                    found |= {id(each): each for each in (value.param_groups, *value.param_groups)}
         values |= found
         inner = (each for value in found.values() if isinstance(value, nn.Module) for each in value.modules())
         pending = list({id(each): each for each in inner if id(each) not in seen}.values())
