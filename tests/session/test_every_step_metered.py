@@ -712,7 +712,9 @@ def test_an_overrun_by_what_the_loop_holds_names_it():
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["padding", "samples", "loss", "retained"])
-def test_an_overrun_in_every_step_that_no_plan_prevents_is_said_once(kind: str):
+def test_an_overrun_in_every_step_that_no_plan_prevents_is_said_and_then_its_lowest_peak(kind: str):
     found = Run(loop_of(kind), "attach", share=0.05)
     assert found.over == list(range(CHANGE, STEPS))
-    assert [number for number, text in found.said if "more than the budget" in text] == [CHANGE + 1]
+    warned = [(number, text) for number, text in found.said if "more than the budget" in text]
+    assert [number for number, _ in warned] == [CHANGE + 1, CHANGE + 2]
+    assert ["below the smallest reachable peak" in text for _, text in warned] == [False, True]

@@ -151,8 +151,10 @@ def test_a_training_goes_on_after_a_step_that_its_shape_did_not_foretell():
         shaped = attachment._known.shaped
         assert shaped is not None
         shaped.note_peak(900_000)
-        with pytest.warns(UserWarning, match="below the smallest reachable peak|too large"):
+        for expected in ("no plan is predicted to need less", "below the smallest reachable peak"):
             model(torch.randn(8000, 32)).square().mean().backward()
+            with pytest.warns(UserWarning, match=expected):  # the step was measured, and ends here
+                model(torch.randn(64, 32)).square().mean().backward()
         batches = weakref.WeakSet()
         with mock.patch.object(StepPlanner, "solve", side_effect=AssertionError("it is known that nothing fits")):
             for _ in range(3):

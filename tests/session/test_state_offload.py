@@ -187,6 +187,25 @@ def test_an_attached_loop_trains_equal_weights_within_its_budget(floors):
     assert type(optimizer.state) is type(plain_optimizer.state)
 
 
+def test_state_that_the_loop_reads_between_steps_is_not_counted_in_the_next_one(floors):
+    model = Model()
+    optimizer = adamw(model.parameters())
+    handle = plimsoll.attach(model, int(1.1 * floors[1]), allow=BOTH, optimizer=optimizer)
+    with handle:
+        for step in range(6):
+            loss_of(model(batch(step))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            norms = [each["exp_avg"].norm() for each in optimizer.state.values()]
+            held = [
+                model(batch()).detach() for _ in range(2 * step)
+            ]  # so that the next step looks for what the loop holds
+        del norms, held
+        assert 0 < handle.plan.state.resident_bytes < handle.plan.state.state_bytes
+        assert handle._steps.held.state_bytes <= handle.plan.state.resident_bytes
+        assert handle._known.room.account.optimizer_state == 0
+
+
 def test_a_loop_with_closures_trains_equal_weights(plan):
     model, plain = Model(), Model()
     optimizer, plain_optimizer = adamw(model.parameters()), adamw(plain.parameters())

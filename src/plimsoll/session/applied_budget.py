@@ -10,7 +10,8 @@ from plimsoll.artifacts.plan import Plan
 from plimsoll.engine.apply import Handle
 from plimsoll.session.account import planned_state_bytes
 from plimsoll.session.batch_shapes import shapes_of
-from plimsoll.session.messages import warn_of_overrun
+from plimsoll.session.messages import log_recurrence, warn_of_overrun
+from plimsoll.session.said_overruns import SaidOverruns
 from plimsoll.session.situations import MeteredSituations, Situation, planned_situation
 from plimsoll.session.step_context import CompileSafeHook
 from plimsoll.session.step_levels import is_more
@@ -19,15 +20,15 @@ from plimsoll.tracing.ddp import inner_module
 
 
 class BudgetWatch:
-    """Measures training steps under an applied plan, and warns if a step exceeds the plan's budget. It warns again only if the
-    peak has grown.
+    """Measures training steps under an applied plan, and warns if a step exceeds the plan's budget. It warns again if the peak
+    has grown, and logs other recurrences.
 
     The first step is always measured: a batch of the planned shape may still lead to larger sizes inside the model.
     """
 
     def __init__(self, model: nn.Module, handle: Handle, plan: Plan, budget_bytes: int) -> None:
         self._budget_bytes = budget_bytes
-        self._said_bytes = 0
+        self._said = SaidOverruns()
         self._state_bytes = planned_state_bytes(plan)
         self._metered = MeteredSituations([planned_situation(plan.signature, plan.in_flight)])
         self._metered.expect()
@@ -66,8 +67,9 @@ class BudgetWatch:
         peak_bytes, cause = self._steps.take_peak(self._state_bytes, self._metered, self._budget_bytes)
         levels = self._steps.levels
         levels.expected_peak_bytes = max(levels.expected_peak_bytes, peak_bytes)
-        if peak_bytes > self._budget_bytes and is_more(peak_bytes, self._said_bytes):
-            self._said_bytes = peak_bytes
+        if peak_bytes <= self._budget_bytes:
+            return
+        if self._said.is_new(peak_bytes):
             warn_of_overrun(
                 peak_bytes,
                 self._budget_bytes,
@@ -75,3 +77,5 @@ class BudgetWatch:
                 "plan with such a step (if gradients accumulate, plan after the backward of the first micro-batch, so that "
                 "existing gradients are counted), or use plimsoll.attach, which plans for such steps itself",
             )
+        elif self._said.is_logged():
+            log_recurrence(peak_bytes, self._budget_bytes, self._said.recurrences, cause)

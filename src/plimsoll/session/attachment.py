@@ -51,6 +51,7 @@ from plimsoll.session.messages import (
     log_fewer_forwards,
     log_planning_overrun,
     log_recurrence,
+    no_plan_is_lower,
     warn,
     warn_of_floor,
     warn_of_frozen,
@@ -665,6 +666,7 @@ class Attachment(ShowsFigures, RemovedAtEnd):
             # Its frames hold the tensors of a trial, which the measured step would count.
             error.__context__ = error.with_traceback(None).__cause__ = None
             self._known.lowest.is_over = True
+            self._known.lowest.predicted_bytes = planner.own(lowest).predicted_peak_bytes
             return lowest
 
     def _is_enough_for(self, traced: PlannedStep, earlier: PlannedStep) -> bool:
@@ -843,6 +845,10 @@ class Attachment(ShowsFigures, RemovedAtEnd):
             self._known.traced = traced = dataclasses.replace(traced, planner=planner.alone())
         # What the measured step left behind is in the account too.
         self._known.held_at_plan_bytes = max(self._known.held_at_plan_bytes, self._steps.held.bytes)
+        if tried.is_over:  # and the measured step has shown that a plan fits
+            why = "its trace was predicted to exceed the budget, with copies in memory of the batch, gradients, and buffers"
+            taken_bytes = tried.predicted_bytes + self._copied_bytes(planner, task)
+            log_planning_overrun(taken_bytes, planner.own_budget_bytes or 0, why, "they were measured to fit")
         self._run_from_now_on(traced, plan)
         if not (
             self._watch.is_watching or self._watch.is_settled
@@ -879,6 +885,7 @@ class Attachment(ShowsFigures, RemovedAtEnd):
                 lambda: self._steps.waiting_bytes,
                 accumulates=traced.accumulates,
                 may_refuse=self.agreement.size == 1,
+                may_measure=self._steps.device.type == "cpu",
             )
             with self._known.traces.together():
                 self._known.shaped.begin(traced.shapes, traced.planner, plan)
@@ -975,6 +982,8 @@ class Attachment(ShowsFigures, RemovedAtEnd):
         self._known.shaped.wait_for(self._planned_step.planner.in_flight)
         task = functools.partial(self._task, call)
         self._run(self._known.traces.plan_for(self._exchange, call.situation.shapes, self._known.shaped, task))
+        if self._known.shaped.has_doubt:
+            self._known.metered.expect()
         levels = self._steps.levels
         levels.expected_forward_bytes, levels.expected_peak_bytes = self._known.shaped.expected()
 
@@ -1036,6 +1045,7 @@ class Attachment(ShowsFigures, RemovedAtEnd):
             is_other_step, cause = True, "modules that the plan manages were replaced by others"
         # A rank cannot trace alone: the trace may run collectives, and the other ranks do not know of it.
         may_trace = self._known.shaped is not None and self.agreement.size == 1 and not self.is_compiled
+        is_lowest = self._known.shaped is not None and self._known.shaped.is_sure_of_floor
         if may_trace and over_bytes > 0 and is_other_step:
             self._known.traces_left, self._known.ran_more_bytes = _MOST_TRACED_AGAIN, peak_bytes
             self._steps.is_reordered = False
@@ -1047,8 +1057,12 @@ class Attachment(ShowsFigures, RemovedAtEnd):
             next_ = "later steps are planned for as many forwards"
         elif self._known.shaped is not None and peak_bytes:
             self._known.shaped.note_peak(peak_bytes, self._steps.levels.forward_growth)
+            if is_lowest:
+                next_ = no_plan_is_lower(peak_bytes)
+            elif over_bytes > 0 and self._known.shaped.is_below_floor:
+                next_ = "no plan is predicted to need less, so the next step runs under this plan too, and is measured again"
+                self._known.metered.expect()
         if over_bytes <= 0:
-            self._known.said.budget_kept()
             return
         if self._known.shaped is None and self.is_compiled:
             next_ = "attach with a smaller budget, or leave allow= out: then plans are made for such steps"
@@ -1062,9 +1076,9 @@ class Attachment(ShowsFigures, RemovedAtEnd):
         if held_bytes >= over_bytes:
             # Without these bytes the step would have kept to the budget: a model that was pruned between two steps.
             cause = f"{cause}; since plans were made, the training loop holds {format_bytes(held_bytes)} more"
-        if self._known.said.is_new(cause, peak_bytes):
+        if self._known.said.is_new(peak_bytes, cause, is_lowest=is_lowest):
             warn_of_overrun(peak_bytes, limit_bytes, cause, next_)
-        elif self._known.said.has_come_back():
+        elif self._known.said.is_logged():
             log_recurrence(peak_bytes, limit_bytes, self._known.said.recurrences, cause)
 
     def _announce(self, *, is_measured: bool) -> None:

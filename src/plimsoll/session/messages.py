@@ -14,7 +14,7 @@ from plimsoll.artifacts.progress import Progress, bar, is_bar_shown, silent
 from plimsoll.errors import BudgetBelowFloor
 from plimsoll.session.batch_shapes import Shapes
 from plimsoll.session.situations import Situation
-from plimsoll.units import format_bytes
+from plimsoll.units import budget_text, format_bytes
 
 _LOG = logging.getLogger(__name__)
 
@@ -121,6 +121,14 @@ def warn_of_overrun(peak_bytes: int, budget_bytes: int, cause: str, next_: str) 
     warn(
         f"a training step took {format_bytes(peak_bytes)}, {format_bytes(peak_bytes - budget_bytes)} more than the "
         f"budget {format_bytes(budget_bytes)}.\n  why   {cause}\n  next  {next_}"
+    )
+
+
+def no_plan_is_lower(peak_bytes: int) -> str:
+    """Return what to do about a step that exceeded its budget under the plan with the lowest peak."""
+    return (
+        f"the budget is below the smallest reachable peak of such steps, {format_bytes(peak_bytes)}, and this plan has it: set "
+        f"{budget_text(peak_bytes)}, or use a smaller micro-batch"
     )
 
 

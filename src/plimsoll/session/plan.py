@@ -236,14 +236,16 @@ def apply(
         handle = manage_together(agreement, model, plan, sentinel_every=sentinel_every, verify_every=verify_every)
         try:
             handle.remove_with_me(ContextWatch(inner_module(model), plan.signature))
-            if plan.state is not None:
-                found = optimizer_in_view(model, optimizer)
-                handle.remove_with_me(StateAtWork(model, found, plan.state, plan.host_budget_bytes))
             budget_bytes = plan.budget_bytes_of_ranks.get(str(agreement.rank), plan.budget_bytes)
             if budget_bytes is not None:
                 watch = BudgetWatch(model, handle, plan, budget_bytes)
                 handle.measure_with(lambda: watch.peak_bytes)
                 handle.remove_with_me(watch)
+            if (
+                plan.state is not None
+            ):  # after the watch: its hook has to run first, so that the watch finds the state offloaded
+                found = optimizer_in_view(model, optimizer)
+                handle.remove_with_me(StateAtWork(model, found, plan.state, plan.host_budget_bytes))
             if can_retry(model, plan):
                 handle.retry_with(AppliedPlan(handle, model, plan, agreement).run)
         except BaseException:

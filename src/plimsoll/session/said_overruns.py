@@ -6,7 +6,7 @@ from plimsoll.session.step_levels import is_more
 
 _EACH_OF = 8
 """Each of the first 8 recurrences is logged, and then only the 16th, the 32nd and so on. A loop may exceed the budget in every
-fourth step (a penalty that is computed now and then).
+fourth step (a penalty that is computed now and then), or in every step (quantization that began in mid-run).
 """
 
 
@@ -14,30 +14,20 @@ class SaidOverruns:
     """Remembers the last overrun (a step that exceeded its budget) that a warning named, and how often it has come back."""
 
     def __init__(self) -> None:
-        self._cause, self._bytes = "", 0
-        self._has_kept = False
+        self._cause, self._bytes = ("", False), 0
         self.recurrences = 0
-        """How often the overrun has come back after steps that kept to the budget."""
+        """How often an overrun of the same cause, and of no more bytes, has come since the warning."""
 
-    def budget_kept(self) -> None:
-        """Note that a step has kept to the budget."""
-        self._has_kept = True
-
-    def is_new(self, cause: str, peak_bytes: int) -> bool:
-        """Return True if this overrun should be a warning: it has another cause than the last one, or took more bytes."""
-        if cause == self._cause and not is_more(peak_bytes, self._bytes):
+    def is_new(self, peak_bytes: int, cause: str = "", *, is_lowest: bool = False) -> bool:
+        """Return True if this overrun should be a warning: it has another cause than the last one, or took more bytes, or is
+        the first one under the plan with the lowest peak (``is_lowest``).
+        """
+        if (cause, is_lowest) == self._cause and not is_more(peak_bytes, self._bytes):
             return False
-        self._cause, self._bytes = cause, peak_bytes
-        self._has_kept, self.recurrences = False, 0
+        self._cause, self._bytes, self.recurrences = (cause, is_lowest), peak_bytes, 0
         return True
 
-    def has_come_back(self) -> bool:
-        """Call this for an overrun that is not new. Return True if it should be logged.
-
-        A state that lasts is reported once: quantization that began in mid-run exceeded the lowest plan's peak in every later
-        step.
-        """
-        if not self._has_kept:
-            return False
-        self._has_kept, self.recurrences = False, self.recurrences + 1
+    def is_logged(self) -> bool:
+        """Count an overrun that is not new. Return True if it should be logged."""
+        self.recurrences += 1
         return self.recurrences <= _EACH_OF or self.recurrences.bit_count() == 1

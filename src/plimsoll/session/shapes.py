@@ -119,6 +119,7 @@ class ShapePlans:
         *,
         accumulates: bool,
         may_refuse: bool,
+        may_measure: bool,
     ) -> None:
         """Create an empty set of plans.
 
@@ -133,6 +134,7 @@ class ShapePlans:
             accumulates: whether gradients existed when the first trace was made.
             may_refuse: whether a batch that fits under no plan is an error. With several ranks it is not, because a rank that
                 stops would leave the others waiting.
+            may_measure: whether the peak of each step can be measured. On a GPU, only a peak above all earlier ones is known.
         """
         self._options = options
         self._agreement = agreement
@@ -162,7 +164,19 @@ class ShapePlans:
         """Shapes that the user was already warned about: no plan fits, or they cannot be traced."""
         self._hopeless: dict[Shapes, tuple[int, BudgetBelowFloor]] = {}
         """Shapes that no plan fits: for each, the bytes that were not enough and the error that was raised."""
-        self._may_refuse = may_refuse
+        self._may_refuse, self._may_measure = may_refuse, may_measure
+        self._has_exceeded = False
+        """Whether a step has exceeded the budget, so that forecasts are wrong for some batches."""
+        self.is_below_floor = False
+        """Whether no plan fits the call that a plan was last chosen for, so that the plan with the lowest peak was chosen."""
+        self.has_doubt = False
+        """Whether `is_below_floor` may be wrong, because the forecast may be too high. The step should then be measured."""
+        self._outside_at_lowest: int | None = None
+        """What the last step after `is_below_floor` was measured to need beyond its prediction, in bytes, or None.
+
+        The account holds what plans that keep more were measured to need: after an
+        attention memory had filled, a floor of 7.5 MiB followed from it, and steps at the lowest peak took 6.6.
+        """
         self._inner_growth = 1.0
         """The measured activations of a step, as a multiple of the predicted activations.
 
@@ -288,7 +302,7 @@ class ShapePlans:
                 known = max(known[0], now[0]), max(known[1], now[1])  # more forwards do not need less
             outside_bytes, self._inner_growth = known
             self._room.account = dataclasses.replace(account, outside_model=outside_bytes)
-            self._in_flight = in_flight
+            self._in_flight, self._outside_at_lowest = in_flight, None
             self._hopeless.clear()
             for steps in self._steps.values():
                 steps.ladders = []
@@ -306,20 +320,29 @@ class ShapePlans:
         if not alike:
             return self._unknown(shapes, signature)
         known = max(alike, key=self._unmanaged_bytes)
+        self.is_below_floor = self.has_doubt = False
         try:
             known, found = self._fitting_all(alike)
         except BudgetBelowFloor as error:
-            # What the loop holds may be a record that has just begun to grow, so it is not a reason to refuse a batch.
-            if self._may_refuse and not self._room.account.held_by_loop and shapes not in self._known:
+            # Do not refuse a batch if the forecast may be too high: what the loop holds may be a record that has just begun to
+            # grow, several forwards are all counted as the largest, and a forecast may have failed before. (A Faster R-CNN
+            # exceeded its forecast once, the excess made the next new shape too large, and its refusal ended a training that
+            # had changed weights.)
+            is_sure = not (self._has_exceeded or self._in_flight > 1 or self._room.account.held_by_loop)
+            is_new = shapes not in self._known
+            if self._may_refuse and is_sure and is_new:
                 raise
+            self.is_below_floor = True
             found = self._known_ladder(known).lowest(_split(known)[1])
             # Bytes that are withheld now (another program's, or those that were missing when a step ran out of memory) were
             # logged when they were withheld, and the budget is not too small because of them.
             spare_bytes = self._room_bytes(known) + self._room.account.withheld - found[1].before_optimizer_bytes
             if shapes not in self._refused and spare_bytes < 0:
                 self._refused.add(shapes)
-                is_new = shapes not in self._known
-                warn_of_floor(error, "this batch is too large" if is_new else "steps were measured to need more")
+                if self._may_measure and not (is_sure and is_new):
+                    self.has_doubt = True
+                else:
+                    warn_of_floor(error, "this batch is too large" if is_new else "steps were measured to need more")
         self._current = (known, found[1])
         return self._written(shapes, known, *found, signature)
 
@@ -441,10 +464,21 @@ class ShapePlans:
 
     def measured_bytes(self, shapes: Shapes) -> int:
         """Return the bytes that a step of these shapes is expected to need in addition to the predicted peak of its plan."""
-        measured_bytes = self._room.account.measured_bytes(self._growth(shapes))
+        account = self._room.account
+        if self.is_below_floor and self._outside_at_lowest is not None:
+            account = dataclasses.replace(account, outside_model=self._outside_at_lowest)
+            return account.measured_bytes(self._growth(shapes))
+        measured_bytes = account.measured_bytes(self._growth(shapes))
         if self._current is not None:
             measured_bytes += self._grown_bytes(self._current[0], self._current[1].before_optimizer_bytes)
         return measured_bytes
+
+    @property
+    def is_sure_of_floor(self) -> bool:
+        """Whether a peak above the budget is the lowest one of such steps: the plan with the lowest peak runs, and was measured
+        before. Its first step may have recorded operations, which needs more memory.
+        """
+        return self.is_below_floor and self._outside_at_lowest is not None
 
     def note_peak(self, peak_bytes: int, forward_growth: float = 1.0) -> None:
         """Compare the measured peak of a step with the forecast of its plan, which was chosen last. The largest difference so
@@ -456,13 +490,12 @@ class ShapePlans:
         """
         if self._current is None:
             return
-        if peak_bytes > self._room.budget_bytes:
-            # The forecasts are wrong for such batches. Never refuse a batch from now on: a Faster R-CNN exceeded its forecast
-            # once, the excess made the next new shape too large, and its refusal ended a training that had changed weights.
-            self._may_refuse = False
+        self._has_exceeded |= peak_bytes > self._room.budget_bytes
         shapes, forecast = self._current
         account = self._room.account
         unseen_bytes = peak_bytes - forecast.before_optimizer_bytes - account.held_by_loop - account.fixed_bytes
+        if self.is_below_floor:
+            self._outside_at_lowest = round(max(0, unseen_bytes) / self._growth(shapes))
         activation_bytes = forecast.before_optimizer_bytes - self._known_ladder(shapes).step.lasting_bytes
         if activation_bytes > 0:
             most_growth = 1.0 + max(0, unseen_bytes) / activation_bytes

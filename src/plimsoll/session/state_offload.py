@@ -203,7 +203,8 @@ class StateAtWork:
         except BaseException:
             link.close()
             raise
-        self._hook = model.register_forward_pre_hook(lambda *_: self.offload.leave())
+        # Before hooks that look at what the loop holds: a loop that logs norms of its state reads it between steps.
+        self._hook = model.register_forward_pre_hook(lambda *_: self.offload.leave(), prepend=True)
 
     def remove(self) -> None:
         """Bring all state back. Calling it twice does no harm."""

@@ -30,10 +30,11 @@ from plimsoll.session.measured_step import (
     MeasuredStep,
     beside_bytes,
 )
-from plimsoll.session.messages import warn_of_overrun
+from plimsoll.session.messages import log_recurrence, warn_of_overrun
 from plimsoll.session.optimizer_watch import OptimizerWatch, optimized_parameters
 from plimsoll.session.part_calls import PartCalls
 from plimsoll.session.risen_rest import RisenRest
+from plimsoll.session.said_overruns import SaidOverruns
 from plimsoll.session.situations import MeteredSituations, Situation
 from plimsoll.session.step_levels import StepLevels, is_more
 from plimsoll.tracing.ddp import inner_module, is_without_reduction
@@ -126,7 +127,7 @@ class StepWatch:
         """The highest peak of any step that `take_peak` has returned."""
         self.rest_bytes = 0
         """The step's peak in bytes from its last backward to the next forward. It is 0 if that was not measured."""
-        self._said_rest_bytes = 0
+        self._said_rest = SaidOverruns()
         self.in_flight = 1
         """How many forwards of the last step waited at once for one backward."""
         self.nodes = self._first_node = self._last_node = self._compiled_before = 0
@@ -325,15 +326,17 @@ class StepWatch:
 
     def _warn_of_rest(self, limit_bytes: int) -> None:
         rest_bytes, self.rest_bytes = self.rest_bytes, 0
-        if rest_bytes > limit_bytes and is_more(rest_bytes, self._said_rest_bytes):
-            self._said_rest_bytes = rest_bytes
-            warn_of_overrun(
-                rest_bytes,
-                limit_bytes,
-                "this peak came after its last backward, when no activations are left: it consists of parameters, gradients, "
-                "the optimizer's step, and tensors that the training loop makes or holds",
-                f"plans cannot lower this peak: free tensors of the loop earlier, or set {budget_text(rest_bytes)}",
-            )
+        if rest_bytes <= limit_bytes:
+            return
+        cause = (
+            "this peak came after its last backward, when no activations are left: it consists of parameters, gradients, the "
+            "optimizer's step, and tensors that the training loop makes or holds"
+        )
+        if self._said_rest.is_new(rest_bytes):
+            next_ = f"plans cannot lower this peak: free tensors of the loop earlier, or set {budget_text(rest_bytes)}"
+            warn_of_overrun(rest_bytes, limit_bytes, cause, next_)
+        elif self._said_rest.is_logged():
+            log_recurrence(rest_bytes, limit_bytes, self._said_rest.recurrences, cause)
 
     def end_step(self) -> None:
         """End the step, because an optimizer has stepped, or because no graph waits any more when the next call begins."""
