@@ -256,6 +256,40 @@ def test_a_budget_below_the_floor_is_refused_in_the_first_call_if_nothing_may_ch
 
 
 @pytest.mark.long
+def test_state_that_first_shows_in_a_later_step_is_counted_once():
+    torch.manual_seed(0)
+    model = Stack(3, 64)
+    optimizers = [
+        torch.optim.AdamW(block.parameters()) for block in model.blocks
+    ]  # several, so plans count no state ahead
+    with warnings.catch_warnings(), plimsoll.attach(model, "4MiB") as attachment:
+        warnings.simplefilter("error")
+        for number in range(8):
+            mean_square(model(torch.randn(64, 64))).backward()
+            for optimizer in optimizers:
+                if number >= 3:
+                    optimizer.step()
+            model.zero_grad()
+        account = attachment._known.room.account
+    state_bytes = sum(value.nbytes for each in optimizers for state in each.state.values() for value in state.values())
+    assert account.optimizer_state == state_bytes
+    assert account.outside_model < state_bytes // 4
+
+
+def test_a_batch_that_no_plan_fits_is_refused_each_time_it_comes():
+    torch.manual_seed(0)
+    model = Stack(3, 32)
+    with plimsoll.attach(model, 600_000, allow=("recompute", "compress")) as attachment:
+        for rows in (64, 64, 64):
+            model(torch.randn(rows, 32)).square().mean().backward()
+            model.zero_grad()
+        plan = attachment.plan
+        for _ in range(2):
+            with pytest.raises(BudgetBelowFloor):
+                model(torch.randn(8000, 32))
+            assert attachment.plan.regions is plan.regions
+
+
 def test_what_a_loss_of_ones_own_takes_is_refused_in_the_second_call_with_a_budget_that_works():
     _, managed = twins(optimizer=torch.optim.SGD)
     model, batch = managed.model, torch.randn(ROWS, WIDTH)

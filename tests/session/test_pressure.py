@@ -75,7 +75,8 @@ def test_on_cuda_the_room_is_what_is_free_and_what_is_ours():
         assert BUDGET - pressure.withheld_bytes(BUDGET) == 4_000
 
 
-def test_training_follows_the_room_with_the_same_weights(caplog: pytest.LogCaptureFixture):
+@pytest.mark.parametrize("clears", ["after the update", "after forward"])
+def test_training_follows_the_room_with_the_same_weights(clears: str, caplog: pytest.LogCaptureFixture):
     def run(budget: int | None) -> tuple[list[torch.Tensor], list[int]]:
         with LiveStorages() as live:
             torch.manual_seed(0)
@@ -88,9 +89,14 @@ def test_training_follows_the_room_with_the_same_weights(caplog: pytest.LogCaptu
                 if budget is not None:
                     room = budget * 7 // 10 if 5 <= step < 10 else GIB
                 torch.manual_seed(step)
-                mean_square(model(torch.randn(1024, 32))).backward()
+                loss = mean_square(model(torch.randn(1024, 32)))
+                if clears == "after forward":
+                    optimizer.zero_grad()
+                loss.backward()
+                del loss
                 optimizer.step()
-                optimizer.zero_grad()
+                if clears == "after the update":
+                    optimizer.zero_grad()
             if handle is not None:
                 handle.remove()
         return [parameter.detach() for parameter in model.parameters()], live.peaks
@@ -104,6 +110,21 @@ def test_training_follows_the_room_with_the_same_weights(caplog: pytest.LogCaptu
         f"plimsoll: the room is {share / MIB:.1f} MiB (budget {budget / MIB:.1f} MiB)"
         for share in (budget * 0.7, budget)
     ]
+
+
+def test_a_new_shape_is_not_refused_because_something_else_takes_memory():
+    torch.manual_seed(0)
+    model, room = Stack(6), GIB
+    with plimsoll.attach(model, "2MiB", room=lambda: room) as handle:
+        for rows in (256, 256, 256, 320, 320):
+            mean_square(model(torch.randn(rows, 32))).backward()
+            model.zero_grad()
+        room = MIB // 2
+        for rows in (320, 480, 480):
+            mean_square(model(torch.randn(rows, 32))).backward()
+            model.zero_grad()
+        assert handle._known.room.account.withheld
+        assert handle._known.shaped.is_below_floor
 
 
 def test_what_cannot_be_asked_is_refused():

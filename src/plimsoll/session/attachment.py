@@ -205,6 +205,8 @@ class Attachment(ShowsFigures, RemovedAtEnd):
         """Plans and measurements for each set of frozen parameters (by name). The current set is the last entry."""
         self._state_at_work: StateAtWork | None = None
         """The object that keeps optimizer state offloaded, or None if the current plan does not offload optimizer state."""
+        self._state_at_begin = 0
+        """The bytes of optimizer state when the running step began."""
         self._has_waited = False
         """Whether a warning said that attach waits for a call that trains parameters."""
         self._work = PlansAtWork(agreement, model, verify_every)
@@ -362,6 +364,8 @@ class Attachment(ShowsFigures, RemovedAtEnd):
             # without a budget. A loop may catch the error and go on.
             if error.own is not None:
                 self._steps.raise_unless_it_fails(error.own)
+        if self._steps.is_between_steps:
+            self._state_at_begin = self._watch.bytes_now
         if self.state is State.RUNNING:
             self._known.served = situation.shapes
             self._steps.meter_if_new(args, kwargs, situation, self._known.metered)
@@ -393,6 +397,7 @@ class Attachment(ShowsFigures, RemovedAtEnd):
             levels = self._steps.levels
             levels.expected_forward_bytes, levels.expected_peak_bytes = self._known.shaped.expected()
         self._known.served = None
+        self._state_at_begin = self._watch.bytes_now
         self._work.begin_step(part)
         self._steps.meter_if_new(args, kwargs, situation, self._known.metered)
 
@@ -408,8 +413,9 @@ class Attachment(ShowsFigures, RemovedAtEnd):
             yield TrainingEvent.CALL
         if self.state is State.RUNNING:
             yield TrainingEvent.CALL
-            begins = self._steps.is_between_steps and not call.situation.accumulates
-            if begins and self._is_room_changed(call.situation):
+            # Not between micro-batches. A loop that clears its gradients late begins every step with some.
+            begins = self._steps.follows_update or not call.situation.accumulates
+            if self._steps.is_between_steps and begins and self._is_room_changed(call.situation):
                 yield TrainingEvent.ROOM_CHANGED
 
     def _change_before(self, call: TrainingCall) -> TrainingEvent | None:
@@ -569,7 +575,6 @@ class Attachment(ShowsFigures, RemovedAtEnd):
 
     def _begin(self, call: TrainingCall) -> None:
         """Trace a call and make the plan for it. If the current plan is enough for the call, keep that plan."""
-        self._known.shapes.append(call.situation.shapes)
         self._steps.note_frozen()
         self._known.frozen = _frozen(self.model)
         self._watch_parts()
@@ -578,6 +583,7 @@ class Attachment(ShowsFigures, RemovedAtEnd):
             self._begin_compiled(call, self._source)
         else:
             self._begin_eager(call)
+        self._known.shapes.append(call.situation.shapes)  # not if it was refused: the next such batch is refused too
 
     def _begin_compiled(self, call: TrainingCall, source: CompiledStep) -> None:
         """Make the plan for the budget from the first call of a model that torch.compile compiles, and apply the plan."""
@@ -1045,7 +1051,7 @@ class Attachment(ShowsFigures, RemovedAtEnd):
             is_other_step, cause = True, "modules that the plan manages were replaced by others"
         # A rank cannot trace alone: the trace may run collectives, and the other ranks do not know of it.
         may_trace = self._known.shaped is not None and self.agreement.size == 1 and not self.is_compiled
-        is_lowest = self._known.shaped is not None and self._known.shaped.is_sure_of_floor
+        is_lowest = self._known.shaped is not None and self._known.shaped.is_floor_measured
         if may_trace and over_bytes > 0 and is_other_step:
             self._known.traces_left, self._known.ran_more_bytes = _MOST_TRACED_AGAIN, peak_bytes
             self._steps.is_reordered = False
@@ -1105,10 +1111,10 @@ class Attachment(ShowsFigures, RemovedAtEnd):
         self._known.said_parts_bytes = max(self._known.said_parts_bytes, peak_bytes, 1)
 
     def _state_bytes(self) -> int:
-        """Return the bytes of optimizer state to add to a measured peak. A compiled plan counts all of this state from its
-        first step on.
+        """Return the bytes of optimizer state to add to the measured peak of the step that has ended. They existed when it
+        began. A compiled plan counts all state from its first step on.
         """
-        return planned_state_bytes(self._current_plan) if self.is_compiled else self._watch.bytes_now
+        return planned_state_bytes(self._current_plan) if self.is_compiled else self._state_at_begin
 
     def plan_tighter(self, call: TrainingCall) -> None:
         """Plan again, because a step exceeded the budget, or because more forwards than planned now wait for one backward."""
@@ -1142,8 +1148,8 @@ class Attachment(ShowsFigures, RemovedAtEnd):
         self._planned_step.planner.wait_for(enough)
 
     def count_state(self, call: TrainingCall) -> None:
-        """Add new optimizer state to the account (bytes to subtract from the budget). Ranks that share one plan do so only once
-        the optimizers of all ranks have stepped.
+        """Add new optimizer state to the account (bytes to subtract from the budget). Ranks that share one plan do so only if
+        the optimizers of all ranks have made their first step before the same call. Otherwise the plan stays.
         """
         new_bytes = self._known.counted.take_new(self._watch)
         if self._known.shaped is not None:
@@ -1152,7 +1158,8 @@ class Attachment(ShowsFigures, RemovedAtEnd):
         what = f"first step of the optimizer before call {self._exchange}"
         everyone = self.agreement.gathered(what, new_bytes, int)
         if everyone is None:
-            warn_of_state(new_bytes)
+            if new_bytes:
+                warn_of_state(new_bytes)
         elif any(everyone):
             with self.agreement:
                 self._known.room.account = self._known.room.account.adding_state(new_bytes)

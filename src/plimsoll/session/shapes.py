@@ -160,9 +160,9 @@ class ShapePlans:
         self._current: tuple[Shapes, Forecast] | None = None
         """The shapes that a plan was last chosen for, and the forecast (peak and seconds) of that plan there."""
         self._known: dict[Shapes, _Written] = {}
-        self._refused: set[Shapes] = set()
-        """Shapes that the user was already warned about: no plan fits, or they cannot be traced."""
-        self._hopeless: dict[Shapes, tuple[int, BudgetBelowFloor]] = {}
+        self._reported: set[Shapes] = set()
+        """Shapes of which the user was told that no plan fits, or that they cannot be traced."""
+        self._unfitting: dict[Shapes, tuple[int, BudgetBelowFloor]] = {}
         """Shapes that no plan fits: for each, the bytes that were not enough and the error that was raised."""
         self._may_refuse, self._may_measure = may_refuse, may_measure
         self._has_exceeded = False
@@ -236,7 +236,7 @@ class ShapePlans:
         if self.knows(shapes):
             return False
         steps = self._steps.get(_split(shapes)[0], _Steps())
-        is_enough = len(steps.traces) >= _MOST_TRACES or shapes in self._refused
+        is_enough = len(steps.traces) >= _MOST_TRACES or shapes in self._reported
         return not (is_enough and self._covering(shapes))
 
     def trace(self, shapes: Shapes, task: TrainingTask) -> None:
@@ -248,7 +248,7 @@ class ShapePlans:
         except PlimsollError as error:
             if self._agreement.size > 1 or not self._covering(shapes):
                 raise
-            self._refused.add(shapes)
+            self._reported.add(shapes)
             warn(
                 f"a batch of a new shape could not be traced, and runs under the plan of a larger batch: {error.found}"
             )
@@ -303,7 +303,7 @@ class ShapePlans:
             outside_bytes, self._inner_growth = known
             self._room.account = dataclasses.replace(account, outside_model=outside_bytes)
             self._in_flight, self._outside_at_lowest = in_flight, None
-            self._hopeless.clear()
+            self._unfitting.clear()
             for steps in self._steps.values():
                 steps.ladders = []
                 self._build(steps)
@@ -324,27 +324,34 @@ class ShapePlans:
         try:
             known, found = self._fitting_all(alike)
         except BudgetBelowFloor as error:
-            # Do not refuse a batch if the forecast may be too high: what the loop holds may be a record that has just begun to
-            # grow, several forwards are all counted as the largest, and a forecast may have failed before. (A Faster R-CNN
-            # exceeded its forecast once, the excess made the next new shape too large, and its refusal ended a training that
-            # had changed weights.)
-            is_sure = not (self._has_exceeded or self._in_flight > 1 or self._room.account.held_by_loop)
-            is_new = shapes not in self._known
-            if self._may_refuse and is_sure and is_new:
-                raise
-            self.is_below_floor = True
             found = self._known_ladder(known).lowest(_split(known)[1])
             # Bytes that are withheld now (another program's, or those that were missing when a step ran out of memory) were
             # logged when they were withheld, and the budget is not too small because of them.
             spare_bytes = self._room_bytes(known) + self._room.account.withheld - found[1].before_optimizer_bytes
-            if shapes not in self._refused and spare_bytes < 0:
-                self._refused.add(shapes)
-                if self._may_measure and not (is_sure and is_new):
-                    self.has_doubt = True
-                else:
-                    warn_of_floor(error, "this batch is too large" if is_new else "steps were measured to need more")
+            if spare_bytes < 0:
+                self._report_floor(shapes, error)
+            self.is_below_floor = True
         self._current = (known, found[1])
         return self._written(shapes, known, *found, signature)
+
+    def _report_floor(self, shapes: Shapes, error: BudgetBelowFloor) -> None:
+        """Report that no plan fits a batch of these shapes: with an error, with a warning, or by measuring its step first.
+
+        A forecast that may be too high is never an error. What the loop holds may be a record that has just begun to grow,
+        several forwards are all counted as the largest, and a forecast may have failed before. (A Faster R-CNN exceeded its
+        forecast once, the excess made the next new shape too large, and its refusal ended a training that had changed weights.)
+        """
+        may_be_too_high = self._has_exceeded or self._in_flight > 1 or self._room.account.held_by_loop > 0
+        is_new = shapes not in self._known
+        if is_new and not may_be_too_high and self._may_refuse:
+            raise error
+        if shapes in self._reported:
+            return
+        self._reported.add(shapes)
+        if self._may_measure and (may_be_too_high or not is_new):
+            self.has_doubt = True
+        else:
+            warn_of_floor(error, "this batch is too large" if is_new else "steps were measured to need more")
 
     def choose_unseen(self, shapes: Shapes) -> Plan:
         """Return the plan with the lowest peak, for calls of the model's parts whose batch is unknown. ``shapes`` are the
@@ -439,7 +446,7 @@ class ShapePlans:
         """Solve a plan for these shapes within ``room_bytes``. If an earlier solve failed with at least as many bytes, raise
         its error again, because solving takes about a second.
         """
-        hopeless_bytes, refusal = self._hopeless.get(shapes, (0, None))
+        hopeless_bytes, refusal = self._unfitting.get(shapes, (0, None))
         if refusal is not None and room_bytes <= hopeless_bytes:
             raise copy.copy(refusal)
         try:
@@ -447,11 +454,11 @@ class ShapePlans:
         except BudgetBelowFloor as error:
             if self._inner_growth == 1.0:
                 # Keep a copy: the traceback of the original would keep the batch alive, one more for each refused step.
-                self._hopeless[shapes] = room_bytes, copy.copy(error)
+                self._unfitting[shapes] = room_bytes, copy.copy(error)
                 raise
         # Outside of the handler: an error that is made in it would refer to the first one, and both to the batch.
-        self._hopeless[shapes] = room_bytes, self._refusal_when_grown(planner, shapes)
-        raise copy.copy(self._hopeless[shapes][1])
+        self._unfitting[shapes] = room_bytes, self._refusal_when_grown(planner, shapes)
+        raise copy.copy(self._unfitting[shapes][1])
 
     def _refusal_when_grown(self, planner: StepPlanner, shapes: Shapes) -> BudgetBelowFloor:
         """Return the error that names the lowest peak if activations are larger than predicted. The plan with the lowest peak
@@ -474,7 +481,7 @@ class ShapePlans:
         return measured_bytes
 
     @property
-    def is_sure_of_floor(self) -> bool:
+    def is_floor_measured(self) -> bool:
         """Whether a peak above the budget is the lowest one of such steps: the plan with the lowest peak runs, and was measured
         before. Its first step may have recorded operations, which needs more memory.
         """

@@ -8,6 +8,9 @@ occur: ``choose_plan`` traces new shapes, and ``correct_account`` notes by how m
 parameters does not change the plan, because a plan for all of them is still enough. THAWED occurs if parameters that were
 frozen when plans were made are trained.
 
+Before a call, at most one of the events between LARGER_BATCH and LOOP_HOLDS is looked for. CALL follows in the same call. With
+plans for each shape, the reaction to the first event only updates what plans are chosen with, and ``choose_plan`` chooses.
+
     event           untraced           measuring          running                   given up
     THAWED          know_nothing       recall             recall                    know_nothing
     CALL            trace_first_call   calibrate          choose_plan               trace_first_call

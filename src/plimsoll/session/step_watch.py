@@ -100,6 +100,8 @@ class StepWatch:
         self.held = HeldByLoop(model, self.device)
         self._begun = time.monotonic()
         self._versions: dict[int, int] = {}
+        self.follows_update = False
+        """Whether parameters were written between the beginning of the last step and of the running one."""
         self._expected_error: BaseException | None = None
         self._call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         """The arguments of the running training call if it is the first of its step, else None."""
@@ -393,7 +395,11 @@ class StepWatch:
             if self.parts.first:
                 self.drop()  # the parts have only prepared this call, and the step is measured from the call on
             self.parts.model_called()
-        if not self.is_between_steps and self.graphs.has_backward and self._has_stepped():
+        if (
+            not self.is_between_steps
+            and self.graphs.has_backward
+            and self._differs_from(_versions(every_parameter(self._model)))
+        ):
             self.graphs.abandon()  # an optimizer has stepped since, so these graphs are left from a step that failed
         if self.is_between_steps:
             self.end_step()
@@ -406,7 +412,9 @@ class StepWatch:
                 self._note(FORWARD)
             else:
                 self._begin_rising(args, kwargs)
-                self._versions = _versions(parameters)
+                versions = _versions(parameters)
+                self.follows_update = self._differs_from(versions)
+                self._versions = versions
                 reading = self._look_at_loop(args, kwargs, accumulates=accumulates)
             in_flight = waiting + 1 if waiting else self.in_flight
             thawed = frozenset(
@@ -446,10 +454,9 @@ class StepWatch:
         self.held.begin(reading, args, kwargs, accumulates=accumulates, peak_bytes=peak_bytes)
         return reading or 0
 
-    def _has_stepped(self) -> bool:
-        """Return True if an optimizer has stepped since the step began."""
-        now = _versions(every_parameter(self._model))
-        return any(now.get(known, version) != version for known, version in self._versions.items())
+    def _differs_from(self, versions: dict[int, int]) -> bool:
+        """Return True if an optimizer has stepped since the step began, so that parameters have other ``versions`` now."""
+        return any(versions.get(known, version) != version for known, version in self._versions.items())
 
     def _begin_rising(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         allocated_bytes = self.rising.begin()
