@@ -73,7 +73,7 @@ def averaged(method: str, ranks: int, form: Form) -> tuple[SilentAverages, torch
             each.view(slot.shape) for slot, each in zip(slots, mean.split([s.elements for s in slots]), strict=True)
         ]
         gradients = SplitGradients.of_mean(mean, views)
-    averages.average(gradients, slots, averages.group, 0)
+    averages.average(gradients, slots, averages.group)
     return averages, before, mean, sum(slot.sent_bytes(settings) for slot in slots)
 
 

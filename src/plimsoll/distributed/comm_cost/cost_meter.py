@@ -53,14 +53,12 @@ class SilentAverages(Averages):
         self.group = SilentGroup(ranks)
         self.exchanges, self.local_seconds = 0, 0.0
 
-    def average(
-        self, gradients: SplitGradients, slots: Sequence[GradientSlot], group: dist.ProcessGroup, step: int
-    ) -> None:
+    def average(self, gradients: SplitGradients, slots: Sequence[GradientSlot], group: dist.ProcessGroup) -> None:
         del group
         device = gradients.mean.device
         wait_for_device(device)
         begin_seconds = time.perf_counter()
-        super().average(gradients, slots, self.group, step)
+        super().average(gradients, slots, self.group)
         wait_for_device(device)
         self.local_seconds += time.perf_counter() - begin_seconds
         self.exchanges += 1

@@ -55,23 +55,28 @@ class Tally:
 
     def __init__(self, known: Counters = Counters()) -> None:
         self._known = known
+        self._in_step: set[int] = set()
         self._nonfinite_before: torch.Tensor | int = 0
         self._is_nonfinite_now: torch.Tensor | bool = False
 
-    def add(
-        self, slots: Sequence[GradientSlot], settings: CompressionSettings, is_nonfinite: torch.Tensor, step: int
-    ) -> None:
-        """Count one reduction of some parameters, here and in the parameters' records (slots).
-
-        ``is_nonfinite`` is a boolean tensor on the device. A step (counted from 0) counts at most once as not finite.
-        """
-        if step >= self._known.steps:
+    def begin(self, slots: Sequence[GradientSlot]) -> None:
+        """Note that these parameters are reduced now. A step ends when one of its parameters is reduced again."""
+        numbers = {slot.number for slot in slots}
+        if not self._in_step or self._in_step & numbers:
+            self._in_step = set()
             self._nonfinite_before = self._nonfinite_before + self._is_nonfinite_now
             self._is_nonfinite_now = False
+            self._known = replace(self._known, steps=self._known.steps + 1)
+        self._in_step |= numbers
+
+    def add(self, slots: Sequence[GradientSlot], settings: CompressionSettings, is_nonfinite: torch.Tensor) -> None:
+        """Count one reduction of some parameters, here and in the parameters' records (slots).
+
+        ``is_nonfinite`` is a boolean tensor on the device. A step counts at most once as not finite.
+        """
         self._is_nonfinite_now = is_nonfinite | self._is_nonfinite_now
         self._known = replace(
             self._known,
-            steps=max(self._known.steps, step + 1),
             uncompressed_bytes=self._known.uncompressed_bytes + sum(slot.dense_bytes for slot in slots),
             sent_bytes=self._known.sent_bytes
             + sum(slot.sent_bytes(settings) if slot.is_due(settings) else slot.dense_bytes for slot in slots),
@@ -127,14 +132,11 @@ class Averages:
         )
 
     @torch.no_grad()
-    def average(
-        self, gradients: SplitGradients, slots: Sequence[GradientSlot], group: dist.ProcessGroup, step: int
-    ) -> None:
+    def average(self, gradients: SplitGradients, slots: Sequence[GradientSlot], group: dist.ProcessGroup) -> None:
         """Average the gradients over ranks, in place. ``slots`` are the records of their parameters, in the same order on all
         ranks.
-
-        ``step`` is the number of the training step, for the counts.
         """
+        self.tally.begin(slots)
         rows, outputs = gradients.split_rows, gradients.split_mean
         due = [i for i, slot in enumerate(slots) if slot.is_due(self._settings)]
         plain = [i for i, slot in enumerate(slots) if not slot.is_due(self._settings)]
@@ -163,7 +165,7 @@ class Averages:
             for i in plain:
                 mean = with_velocity(slots[i], outputs[i].reshape(1, -1), self._settings.momentum)
                 outputs[i].copy_(mean.view(outputs[i].shape))
-        self.tally.add(slots, self._settings, is_nonfinite, step)
+        self.tally.add(slots, self._settings, is_nonfinite)
 
     def _average_rows(self, rows: torch.Tensor, mean: torch.Tensor, group: dist.ProcessGroup) -> None:
         if self._form == "shard":

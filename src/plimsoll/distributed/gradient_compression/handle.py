@@ -134,8 +134,6 @@ class CompressionHandle(RemovedAtEnd):
                 # Load to the host. The stream that exchanges gradients copies it to the device, into its own memory.
                 setattr(slot, kind, None if kept is None else kept.detach().to("cpu", copy=True))
         self._averages.tally = Tally(Counters(**state["counters"]))
-        if self._layout is not None:
-            self._layout.restore(state["counters"]["steps"])
 
     def describe(self) -> str:
         """Return a text that says what is compressed, what is not compressed and why, and how much this rank sends in a

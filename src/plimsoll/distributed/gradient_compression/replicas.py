@@ -35,7 +35,6 @@ class ReplicaHook:
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
         self.averages: Averages | None = None
         self.slots: dict[nn.Parameter, GradientSlot] = {}
-        self.step = 0
 
     def reduce(self, bucket: GradBucket) -> Reduced:
         """Average a bucket over ranks, and return a future of the bucket's memory."""
@@ -54,14 +53,12 @@ class ReplicaHook:
             return _finished(flat, [self._device])
 
     def _average(self, averages: Averages, bucket: GradBucket) -> None:
-        step = self.step
-        self.step += bucket.is_last()
         if bucket.buffer().is_sparse:
             with torch.no_grad():
                 average_whole(bucket.buffer(), self._group)
             return
         slots = [self.slots[each] for each in bucket.parameters()]  # type: ignore[index]  # they are parameters
-        averages.average(SplitGradients.of_mean(bucket.buffer(), bucket.gradients()), slots, self._group, step)
+        averages.average(SplitGradients.of_mean(bucket.buffer(), bucket.gradients()), slots, self._group)
 
 
 def reduce_bucket(hook: ReplicaHook, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -115,12 +112,6 @@ class Replicas:
             self._model.register_comm_hook(self._hook, reduce_bucket)
         self._hook.slots = dict(zip(self._trained.values(), slots, strict=True))
         self._hook.averages = averages
-        self.restore(0)
-
-    def restore(self, step: int) -> None:
-        """Set the number of the current training step when a saved state is loaded. Counting continues from this number."""
-        assert self._hook is not None, "attached"
-        self._hook.step = step
 
     def detach(self) -> None:
         """End the compression: from now on DDP's own all-reduce averages the buckets.

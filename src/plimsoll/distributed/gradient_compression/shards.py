@@ -109,7 +109,6 @@ class Shards:
         self.name = "shards" if replicate_group is None else "replicas of shards"
         self.group = replicate_group or self._units[0].mesh.get_group()
         self._before = [_group_of(unit.module)._reduce_scatter_comm for unit in self._units]
-        self._hooks: list[_CompressedReduceScatter | _AverageShards] = []
 
     def parts(self) -> list[GradientPart]:
         """Return the trained parameters, with the shape and dtype of their reductions."""
@@ -151,18 +150,9 @@ class Shards:
         for unit in self._units:
             own = [next(remaining) for _ in unit.parameters]
             if self.form == "shard":
-                comm = _CompressedReduceScatter(own, averages)
-                self._hooks.append(comm)
-                unit.module.set_custom_reduce_scatter(comm)
+                unit.module.set_custom_reduce_scatter(_CompressedReduceScatter(own, averages))
             else:
-                hook = _AverageShards(own, averages, self.group)
-                self._hooks.append(hook)
-                unit.module.set_all_reduce_hook(hook)
-
-    def restore(self, step: int) -> None:
-        """Set the number of the current training step when a saved state is loaded. Counting continues from this number."""
-        for hook in self._hooks:
-            hook.step = step
+                unit.module.set_all_reduce_hook(_AverageShards(own, averages, self.group))
 
     def detach(self) -> None:
         """Restore the hooks that the modules had before compression."""
@@ -180,7 +170,6 @@ class _CompressedReduceScatter(_DefaultAllocMixin, _ReduceScatter):
     def __init__(self, slots: Sequence[GradientSlot], averages: Averages) -> None:
         self._slots = slots
         self._averages = averages
-        self.step = 0
 
     def __call__(
         self,
@@ -190,14 +179,14 @@ class _CompressedReduceScatter(_DefaultAllocMixin, _ReduceScatter):
         op: dist.ReduceOp | dist.ReduceOp.RedOpType,
         async_op: bool = False,  # noqa: FBT001, FBT002 - FSDP2's signature
     ) -> dist.Work | None:
-        step, self.step = self.step, self.step + 1
         if input_tensor.numel() != sum(slot.elements for slot in self._slots):
             # Some parameters had no gradient in this step. FSDP2 does not say which, but all ranks agree: do not compress.
+            self._averages.tally.begin(self._slots)
             scatter_rows(input_tensor, output_tensor, group, op)
             return None
         _check_op(op)
         gradients = SplitGradients.of_shard(input_tensor.view(group.size(), -1), output_tensor, self._slots)
-        self._averages.average(gradients, self._slots, group, step)
+        self._averages.average(gradients, self._slots, group)
         if op == dist.ReduceOp.SUM:
             output_tensor.mul_(group.size())
         return None
@@ -212,17 +201,16 @@ class _AverageShards:
         self._slots = slots
         self._averages = averages
         self._group = group
-        self.step = 0
 
     def __call__(self, reduced: torch.Tensor) -> None:
-        step, self.step = self.step, self.step + 1
         sizes = [slot.elements for slot in self._slots]
         if reduced.numel() != sum(sizes):
+            self._averages.tally.begin(self._slots)
             average_whole(reduced, self._group)
             return
         pieces = zip(self._slots, reduced.split(sizes), strict=True)
         gradients = [piece.view(slot.shape) for slot, piece in pieces]
-        self._averages.average(SplitGradients.of_mean(reduced, gradients), self._slots, self._group, step)
+        self._averages.average(SplitGradients.of_mean(reduced, gradients), self._slots, self._group)
 
 
 def _check_op(op: dist.ReduceOp | dist.ReduceOp.RedOpType) -> None:
