@@ -69,7 +69,7 @@ def diagnose(
                 finding = plimsoll.diagnose(subject, trace, progress=report)
         else:
             saved = work.load_saved(plan)
-            loaded = work.load(subject, building, compiled=compiled, **asked.bounds())
+            loaded = work.load(subject, building, compiled=compiled, budget=asked.budget)
             used = saved or work.make_plan(loaded, asked)
             with terminal.show_progress() as report:
                 finding = plimsoll.diagnose(
@@ -97,7 +97,7 @@ def _refuse_ignored(context: typer.Context) -> None:
 
 def _refuse_without_plan(subject: str, plan: Path | None, asked: options.Planning) -> None:
     """Raise an error if no option changes the step, because the overhead to explain would be zero."""
-    if plan is None and asked.budget is None and asked.strategy == "auto" and not asked.override:
+    if plan is None and not asked.asks_for_plan:
         raise InvalidOption(
             "diagnose was given nothing to diagnose.",
             why="without a plan, a budget or a strategy every activation is kept, and there is no extra time to explain",

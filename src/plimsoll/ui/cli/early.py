@@ -34,7 +34,7 @@ _BESIDE_LONGEST: Mapping[str, Mapping[str, Any]] = {
         ("seq", "strategy", "export", "tokens", "price", "launch", "plans", "compare_with", "save_device"), None
     ),
     "fit": {"seq": [], "global_batch": None, "accumulation": 1, "most_batch": 1024, "regions": [], "solves": 16}
-    | {"save_plan": None, "device": "cpu"},
+    | {"save_plan": None, "device": "cpu", "strategy": None},
 }
 """For each command with ``--longest-sequence``, the options that do not have an effect together with it, and their defaults."""
 _KINDS = ("cpu", "cuda", "mps", "xpu", "hpu", "npu", "mtia", "xla", "privateuseone")
@@ -245,7 +245,7 @@ def _refuse_planning(command: str, typed: Mapping[str, Any], *, plans_if_asked: 
     )
     budget, device = Budget.read(typed.get("budget")), typed.get("device_profile")
     limits = options.limits(typed)
-    is_asked = typed.get("budget") or asked != "auto" or typed.get("override")
+    is_asked = options.asks_for_plan(typed)
     if typed.get("plan") is not None or (plans_if_asked and not is_asked):
         read_error(limits.pop("max_error"))  # it is about the measured gradient then, and no codec need be allowed
     PlanOptions.read(strategies=strategies, device_profile=device, **limits)

@@ -529,12 +529,6 @@ def fit(
             limit: int | str | None = budget
             if device_profile is None:
                 limit = Budget.read(budget).bytes_of(device, host_memory_bytes())
-            if strategy is not None:
-                raise InvalidOption(
-                    "--strategy and --longest-sequence were both given.",
-                    why="the longest sequence is searched for each strategy, one row for each",
-                    next="leave one of them out",
-                )
             given = {"layout": layout, "techniques": techniques, "optimizer": optimizer, "precision": precision}
             _find_longest(target, to, device=device_profile or "CPU", budget=limit, **given)
             return

@@ -186,9 +186,18 @@ class Planning:
         """Return these options, except the strategy, as keyword arguments of public functions such as ``plimsoll.plan``."""
         return {"budget": self.budget} | limits(asdict(self))
 
-    def bounds(self) -> dict[str, Any]:
-        """Return the options that must be compared with the model when it is loaded, as keyword arguments of ``work.load``."""
-        return {"budget": self.budget, "overrides": tuple(self.override or ())}
+    @property
+    def asks_for_plan(self) -> bool:
+        """Whether a budget, a strategy or an override asks for a plan. Without one, everything is kept."""
+        return asks_for_plan(asdict(self))
+
+
+def asks_for_plan(typed: Mapping[str, Any]) -> bool:
+    """Return whether options ask for a plan: a budget, a strategy or an override.
+
+    ``typed`` maps the names of options to their values. It may lack options that a command does not have.
+    """
+    return bool(typed.get("budget") or typed.get("strategy") not in (None, [], "auto") or typed.get("override"))
 
 
 def limits(typed: Mapping[str, Any]) -> dict[str, Any]:

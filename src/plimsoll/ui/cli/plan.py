@@ -29,7 +29,7 @@ def plan(
     with ranks.exit_codes(is_json=to.json) as crew:
         building = replace(building, device=crew.device(building.device))
         is_meta = device_profile is not None
-        loaded = crew.load(lambda: work.load(target, building, is_meta=is_meta, compiled=compiled, **asked.bounds()))
+        loaded = crew.load(lambda: work.load(target, building, is_meta=is_meta, compiled=compiled, budget=asked.budget))
         made = work.make_plan(loaded, asked, device_profile)
         if crew.speaks:
             terminal.hand_over(made, to, explain=explain)

@@ -66,7 +66,7 @@ def probe(
         options.refuse_beside_plan(context)
         make_optimizer = work.optimizer_factory(building.optimizer)
         saved = work.load_saved(plan)
-        loaded = work.load(target, building, **asked.bounds())
+        loaded = work.load(target, building, budget=asked.budget)
         used = saved or work.make_plan(loaded, asked)
         data = work.data_for(loaded.target)
         try:

@@ -86,12 +86,12 @@ def verify(
     from plimsoll.ui.cli import work
 
     with ranks.exit_codes(is_json=to.json) as crew:
-        is_own = plan is None and asked.budget is None and asked.strategy == "auto" and not asked.override
+        is_own = plan is None and not asked.asks_for_plan
         building = replace(building, device=crew.device(building.device))
 
         def load() -> Loaded:
             saved = _saved(context, plan, revised_plan, is_own=is_own)
-            return replace(work.load(target, building, compiled=compiled, **asked.bounds()), saved=saved)
+            return replace(work.load(target, building, compiled=compiled, budget=asked.budget), saved=saved)
 
         loaded = crew.load(load)
         checked = loaded.saved if is_own or loaded.saved is not None else work.make_plan(loaded, asked)
@@ -169,7 +169,7 @@ def compare(
 
     with ranks.exit_codes(is_json=to.json) as crew:
         building = replace(building, device=crew.device(building.device))
-        loaded = crew.load(lambda: work.load(target, building, compiled=compiled, **asked.bounds()))
+        loaded = crew.load(lambda: work.load(target, building, compiled=compiled, budget=asked.budget))
         comparison = loaded.ask(plimsoll.compare, strategy, steps=steps, **asked.words())
         if crew.speaks:
             terminal.hand_over(comparison, to)

@@ -21,7 +21,6 @@ from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.store import load_plan
 from plimsoll.errors import BudgetBelowFloor, InvalidProbe, PlanNotUsable
 from plimsoll.estimator.targets.target import Target, TargetOptions, load_target
-from plimsoll.planning.pins import parse_override, refuse_unknown_modules
 from plimsoll.tracing.regions import find_regions
 from plimsoll.ui.cli.early import TrainedSize
 from plimsoll.ui.cli.options import Building, Compiled, OptimizerName, Planning
@@ -60,7 +59,6 @@ def load(
     is_meta: bool = False,
     compiled: Compiled | None = None,
     budget: str | None = None,
-    overrides: Sequence[str] = (),
 ) -> Loaded:
     """Load a target (a model with its batch), print its notes, and make its optimizer.
 
@@ -70,7 +68,6 @@ def load(
         is_meta: build the target on the meta device, without memory for weights, because its device is not present.
         compiled: which part of the model torch.compile compiles; by default, nothing is compiled.
         budget: the budget of the step. A model that needs more without any activations is refused before it is built.
-        overrides: the overrides of the plan. If one names modules that the model does not have, it is refused now.
     """
 
     def check(model: torch.nn.Module) -> None:
@@ -88,9 +85,6 @@ def load(
         if not target.is_configured and "RANK" not in os.environ:
             # Whether all its parameters get a gradient is unknown before a trace, so only the parameters count.
             replace(_size(text, target.model, building), trained_bytes=0).refuse_under(budget)
-        refuse_unknown_modules(
-            tuple(map(parse_override, overrides)), [name for name, _ in target.model.named_modules()]
-        )
         if compiled is not None:  # compile the whole model, or each repeated block separately
             for module in [target.model] if compiled is Compiled.WHOLE else find_regions(target.model).values():
                 module.compile()
