@@ -11,8 +11,7 @@ that it currently holds. In a trace made at ``sequence / cp``, this changes the 
   for those in use and those in transit, and twice that in backward.
 
 Not modelled: partial outputs that are merged from step to step (one more local output during attention), and overlap of the
-exchange with arithmetic, so its seconds are an upper bound. Basis: modelled; ``RELATIVE_ERROR`` is the error of the
-buffers.
+exchange with arithmetic, so its seconds are an upper bound. Basis: modelled; the assumed error of the buffers is 50%.
 
 Source: Liu, Zaharia and Abbeel, "Ring attention with blockwise transformers", 2023, section 3.
 """
@@ -29,8 +28,6 @@ from plimsoll.artifacts.region import Origin, RegionGraph, RegionOp, Value
 from plimsoll.artifacts.trace import Category, OpSpec, Phase, RegionCall, Storage, Trace, TraceOp
 from plimsoll.errors import InvalidLayout
 from plimsoll.estimator.parallelism.editing import TickClock, moved_slot
-
-RELATIVE_ERROR = 0.5
 
 _ATTENTION = re.compile(r"_scaled_dot_product_(flash|efficient|cudnn|fused)\w*")
 _MASKS = {"efficient": (3, 4), "cudnn": (3, 8)}

@@ -12,7 +12,8 @@ Which groups lie within a node follows from the order of ranks in a layout: ``tp
 Source: the α-β model of Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH", 2005;
 shares as in nccl-tests (doc/PERFORMANCE.md, "bus bandwidth"). Known weaknesses: contention between groups, lower bandwidth of
 small messages, and switches that reduce (which make an all-reduce up to 1.3 times as fast on eight H100) are not modelled.
-``RELATIVE_ERROR`` is the effect of all this for messages of some MiB and more.
+All this together is assumed to change the seconds of messages of some MiB and more by up to 30%, up or down. It was not
+measured.
 """
 
 from __future__ import annotations
@@ -24,9 +25,6 @@ from dataclasses import dataclass
 from plimsoll.artifacts.job import Layout
 from plimsoll.errors import InvalidLayout
 from plimsoll.planning.costing.devices import Device
-
-RELATIVE_ERROR = 0.3
-"""The assumed relative error of the seconds of large collectives, up or down. It was not measured."""
 
 _LINK_HOP_SECONDS = 1e-6
 """Latency in seconds of one hop between two devices of a node."""
