@@ -48,8 +48,7 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class _Region:
-    """Data: the numbers of one region (module call) that the linear program of a lower bound needs (rows 2 to 5 in the module's
-    text).
+    """Data: the numbers of one region that the linear program of a lower bound needs (rows 2 to 5 in the module's text).
 
     ``read`` and ``past`` have one entry for each instant of the region's backward. ``kept_bytes`` is R if everything is kept,
     ``most_bytes`` is R if inputs are copied as well. A sent value has its source on the device until the instant
@@ -70,8 +69,7 @@ class _Region:
     buffer_share: float = 0.0
 
     def sent_share(self, a: int, b: int) -> float:
-        """Return the share, at least, of the offloaded bytes of a region (module call) that is on the device from instant a to
-        instant b.
+        """Return the share, at least, of the offloaded bytes of a region that is on the device from instant a to instant b.
 
         Both instants are between forward and backward, and no transfer begins or ends between them. The offloaded bytes are B
         of the program.
@@ -135,14 +133,14 @@ class LowerBound:
         return self.index.base_seconds + max(float(result.fun) - 1e-7, 0.0) * self.scale_seconds
 
     def _lines(self) -> Iterator[Line]:
-        """Yield lower bounds of the seconds of each region (module call), as lines: the more bytes it holds, the fewer seconds.
+        """Yield lower bounds of the seconds of each region, as lines: the more bytes it holds, the fewer seconds.
 
         The lines are from the lower convex hull of the region's choices (what to keep or recompute).
         """
         return (line for region in self.regions for line in region.hull.lines)
 
     def _add_lines(self, rows: _Rows) -> None:
-        """Add rows to the linear program that bound the seconds of each region (module call) from below.
+        """Add rows to the linear program that bound the seconds of each region from below.
 
         They are the rows 2 of the module's legend.
         """
@@ -163,7 +161,7 @@ class LowerBound:
     def _add_transfers(self, rows: _Rows) -> None:
         """Add rows to the linear program that bound the seconds of waiting for transfers.
 
-        They are the rows 6 of the module's legend. Each region (module call) has one row for each direction.
+        They are the rows 6 of the module's legend. Each region has one row for each direction.
         """
         count = len(self.regions)
         link = self.index.forms.link
@@ -182,8 +180,8 @@ class LowerBound:
     def _add_limits(self, rows: _Rows) -> None:
         """Add two constraints to the linear program, if the user has set these limits (row 7 of the module's legend).
 
-        One bounds the squared error that lossy codecs cause in all regions (module calls) together. The other bounds the bytes
-        that all regions together offload to host memory.
+        One bounds the squared error that lossy codecs cause in all regions together. The other bounds the bytes that all
+        regions together offload to host memory.
         """
         count = len(self.regions)
         if 0 < self.limits.squared_error < math.inf:
@@ -254,7 +252,7 @@ class _Rows:
 
 
 def _describe(index: StepIndex, view: RegionView, choice_set: ChoiceSet) -> _Region:
-    """Return the numbers of one region (module call) that the linear program needs: its bytes, its reads, and its transfers."""
+    """Return the numbers of one region that the linear program needs: its bytes, its reads, and its transfers."""
     frame = frame_of(index, view)
     bytes_of = held_bytes(index, view)
     length = max(frame.stop - frame.start, 0)
@@ -301,7 +299,7 @@ def _describe(index: StepIndex, view: RegionView, choice_set: ChoiceSet) -> _Reg
 
 
 def _shares_of_sent(view: RegionView) -> tuple[float, float]:
-    """Return two numbers for the transfers of a region (module call): bytes on the device for each byte sent, before and after.
+    """Return two numbers for the transfers of a region: bytes on the device for each byte sent, before and after.
 
     Before the transfer they are in the source, the tensor that is sent out. After it they are in the buffer that receives the
     value. Both numbers are the least over the region's values. If two values share one source, the first number is 0.
@@ -320,8 +318,8 @@ def _shares_of_sent(view: RegionView) -> tuple[float, float]:
 def _relief(index: StepIndex) -> Ints:
     """Return an array with, for each instant, bytes that R counts although they are in memory under any plan.
 
-    R is what regions (module calls) hold between forward and backward. The bytes are in storages that are alive under any plan
-    for a part of that time.
+    R is what regions hold between forward and backward. The bytes are in storages that are alive under any plan for a part of
+    that time.
     """
     change = np.zeros(index.instants + 1, dtype=np.int64)
     for view in index.views:
@@ -334,8 +332,7 @@ def _relief(index: StepIndex) -> Ints:
 
 
 def _least_fixed(index: StepIndex, *, boundaries: bool) -> Ints:
-    """Return an array with, for each instant, the least bytes that are alive without the bytes that regions (module calls)
-    hold.
+    """Return an array with, for each instant, the least bytes that are alive without the bytes that regions hold.
 
     The bytes of micro-batches that wait for their backward are included.
     """
@@ -345,7 +342,7 @@ def _least_fixed(index: StepIndex, *, boundaries: bool) -> Ints:
 
 
 def _without_boundaries(index: StepIndex) -> Ints:
-    """Return an array with, for each instant, the bytes alive under any plan, if regions (module calls) drop their inputs.
+    """Return an array with, for each instant, the bytes alive under any plan, if regions drop their inputs.
 
     Only inputs that can be rebuilt are dropped.
     """

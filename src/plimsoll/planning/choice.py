@@ -119,11 +119,10 @@ def packing_seconds(index: StepIndex, view: RegionView, choice: Choice) -> float
 
 
 def _waiting_seconds(index: StepIndex, view: RegionView, forms: list[Form]) -> float:
-    """Return the seconds that the step waits for one region's transfers over the link (to host memory or disk), out and back
-    together.
+    """Return the seconds that the step waits for one region's transfers over the link, out and back together.
 
-    A transfer makes the step wait for the part of its time that the compute of the next region (module call) does not hide. If
-    the step's transfers follow another schedule, the seconds are taken from that schedule.
+    A transfer makes the step wait for the part of its time that the compute of the next region does not hide. If the step's
+    transfers follow another schedule, the seconds are taken from that schedule.
     """
     if index.transfers is not None:
         return index.transfers.waiting_seconds.get(view.call.index, 0.0)
@@ -183,7 +182,7 @@ class _Noise:
     """A computation for one region: the squared noise (relative error) that its values have when backward reads them.
 
     Noise comes from values that are stored with loss, and passes to all values rebuilt from them. ``linked`` maps the region's
-    dropped inputs, which the region (module call) before rebuilds, to their squared noise.
+    dropped inputs, which the region before rebuilds, to their squared noise.
     """
 
     def __init__(self, view: RegionView, choice: Choice, linked: Mapping[int, float]) -> None:
@@ -222,9 +221,7 @@ class _Noise:
         return (value,) if value in self._held else recipe_ops(self._view.graph, value, self._held)[1]
 
     def of_output(self, storage: int) -> float:
-        """Return the squared noise (relative error) of the region's output in ``storage``, as the next region (module call)
-        receives it.
-        """
+        """Return the squared noise (relative error) of the region's output in ``storage``, as the next region receives it."""
         graph = self._view.graph
         outputs = [value for value in graph.outputs if graph.values[value].storage == storage]
         return max(math.inf if value in self._private else self.squared(value) for value in outputs)

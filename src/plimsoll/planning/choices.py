@@ -30,14 +30,14 @@ from plimsoll.planning.pins import pinned
 from plimsoll.planning.step import RegionView, StepIndex, slot_stop
 
 _ENUMERATED_CHOICES = 512
-"""If a region (module call) has at most this many possible choices (ways to treat its saved values), all of them are generated.
-Then plans can be proven optimal.
+"""If a region has at most this many possible choices (ways to treat its saved values), all of them are generated. Then plans
+can be proven optimal.
 """
 _FLIPS_PER_CHOICE = 3
 _PEAKS_REPRICED = 4
 _PEAK_ROUNDS = 2
-"""How often variants of the choices (what to keep or recompute) are made; the second round makes variants of variants. They can
-lower a peak further, but each round measures about as many choices as the round before.
+"""How often variants of the choices are made; the second round makes variants of variants. They can lower a peak further, but
+each round measures about as many choices as the round before.
 """
 _DESCENTS_AT_MOST = 12
 _TELLING = 12
@@ -50,8 +50,8 @@ They are the least and the most bytes that a choice holds between forward and ba
 """
 _FLIPPED_VALUES = 64
 """To flip a value is to drop it if it is kept, and the reverse. Values are flipped one by one only among this many largest
-values. A region (module call) with more of them (a recurrent layer has hundreds of equal size) would measure a thousand choices
-to save a thousandth of its bytes; there values of one kind of op are also kept or dropped together.
+values. A region with more of them (a recurrent layer has hundreds of equal size) would measure a thousand choices to save a
+thousandth of its bytes; there values of one kind of op are also kept or dropped together.
 """
 _PAIRED_VALUES = 10
 """Flips of two values together are tried only among this many largest values, because the number of pairs is quadratic."""
@@ -116,8 +116,7 @@ def generate_choices(
 
 
 class _Generator:
-    """Generates the choices (ways to treat saved values) of one kind of region (module call), and computes each choice's effect
-    once.
+    """Generates the choices (ways to treat saved values) of one kind of region, and computes each choice's effect once.
 
     The effect of a choice is the memory and the time that it adds to the step.
     """
@@ -138,16 +137,14 @@ class _Generator:
         self.known: dict[Choice, Effect] = {}
         self._left: tuple[Effect, ...] = ()
         self._weighed = 0
-        """How many of the measured choices (what to keep or recompute) have already been compared to find those that no other
-        choice beats (``_left``).
-        """
+        """How many of the measured choices have already been compared to find those that no other choice beats (``_left``)."""
         self.peaks: dict[Choice, int] = {}
         """Maps each measured choice (a way to treat the region's saved values) to a peak in bytes: the highest during the
-        region's own backward, if nothing is held for other regions (module calls).
+        region's own backward, if nothing is held for other regions.
         """
 
     def measure(self, choices: Iterable[Choice]) -> None:
-        """Compute and store the effects (added memory and time) of these choices (what to keep or recompute).
+        """Compute and store the effects (added memory and time) of these choices.
 
         Choices that were measured before are skipped.
         """
@@ -158,7 +155,7 @@ class _Generator:
             self.peaks.update((e.choice, int((self.fixed + e.backward).max())) for e in effects)
 
     def generate(self, given: Iterable[Choice], explored: Collection[Choice]) -> ChoiceSet:
-        """Return the set of choices (what to keep or recompute) for this kind of region (module call).
+        """Return the set of choices for this kind of region.
 
         If there are few possible choices, the set has all of them. Otherwise it has the choices on lower convex hulls of bytes
         held and seconds, and choices near them. One hull is found without other forms, and one with compressed and offloaded
@@ -181,8 +178,7 @@ class _Generator:
         return ChoiceSet(self._usable(), hull, is_complete=False)
 
     def _explore(self, prices: Prices, rounds: int) -> Hull:
-        """Measure choices (what to keep or recompute) on and near the lower convex hull of bytes held and seconds, and return
-        this hull.
+        """Measure choices on and near the lower convex hull of bytes held and seconds, and return this hull.
 
         ``prices`` are the bytes and seconds that the search weighs. ``rounds`` says how often variants of the choices are made.
         """
@@ -195,12 +191,11 @@ class _Generator:
         return hull
 
     def _explore_forms(self) -> Hull:
-        """Measure choices (what to keep or recompute) that compress or offload values, on and near lower convex hulls; return
-        one hull for all of them.
+        """Measure choices that compress or offload values, on and near lower convex hulls; return one hull for all of them.
 
         A hull is the lower convex hull of (bytes held, seconds). One is found for each of several prices of gradient error and
-        of bytes on the link, because all regions (module calls) share both. The returned hull has the lines of all these hulls;
-        the lines bound all choices from below.
+        of bytes on the link, because all regions share both. The returned hull has the lines of all these hulls; the lines
+        bound all choices from below.
         """
         known = set(self.known)
         sweeps = list(packing_sweeps(self.prices, self.most_squared_error / self.alike))
@@ -215,8 +210,7 @@ class _Generator:
         return Hull(hull.cuts, tuple(lines))
 
     def _sweep(self, prices: Sequence[Prices]) -> list[Hull]:
-        """Find the lower convex hull of (bytes held, seconds) for each entry of ``prices``, and measure the choices (what to
-        keep or recompute) on it.
+        """Find the lower convex hull of (bytes held, seconds) for each entry of ``prices``, and measure the choices on it.
 
         Return a list with these hulls.
         """
@@ -225,8 +219,7 @@ class _Generator:
         return hulls
 
     def _usable(self) -> tuple[Effect, ...]:
-        """Return the effects (added memory and time) of the measured choices (what to keep or recompute) that are worth giving
-        to the solver.
+        """Return the effects (added memory and time) of the measured choices that are worth giving to the solver.
 
         Their gradient error is small enough, and no other choice is at least as good in everything.
         """
@@ -236,9 +229,7 @@ class _Generator:
         return self._left
 
     def _is_usable(self, effect: Effect) -> bool:
-        """Return True if the gradient error of one choice (what to keep or recompute), taken from its effect, is finite and
-        within the limit.
-        """
+        """Return True if the gradient error of one choice, taken from its effect, is finite and within the limit."""
         return effect.squared_error <= self.most_squared_error and not math.isinf(effect.squared_error)
 
     def _variants(self, prices: Prices, effects: tuple[Effect, ...]) -> dict[Choice, None]:
@@ -271,13 +262,12 @@ class _Generator:
         return found
 
     def _descend(self) -> None:
-        """Measure choices (what to keep or recompute) on the way to a low peak: flip a value, a pair, or a kind of values, as
-        long as this lowers the peak.
+        """Measure choices on the way to a low peak: flip a value, a pair, or a kind of values, as long as this lowers the peak.
 
         To flip a value means to drop it if it is kept, and to keep it otherwise. Here the peak is the peak of the region's
-        backward plus the bytes that other regions (module calls) of this kind hold. How many regions hold bytes is not known
-        here, so several counts are tried: none, one, all, and all regions of all micro-batches in flight. These descents run
-        side by side, so that one call measures the next flips of all of them.
+        backward plus the bytes that other regions of this kind hold. How many regions hold bytes is not known here, so several
+        counts are tried: none, one, all, and all regions of all micro-batches in flight. These descents run side by side, so
+        that one call measures the next flips of all of them.
         """
         # Keeping less does not always lower the peak, because rebuilt values take memory too: on one Llama block, keeping
         # nothing had the same peak in backward as keeping everything, and keeping products and attention had a lower one
@@ -316,11 +306,10 @@ class _Generator:
         return [_flip(choice, pair) for pair in itertools.combinations(self.by_size[:_PAIRED_VALUES], 2)]
 
     def _height(self, choice: Choice, others: int) -> tuple[int, float]:
-        """Return the peak in bytes under one choice (what to keep or recompute), and the seconds that the choice adds to the
-        step.
+        """Return the peak in bytes under one choice, and the seconds that the choice adds to the step.
 
-        The peak counts ``others`` further regions (module calls) of this kind that hold their bytes too. A choice with too
-        large an error has the largest number as its peak.
+        The peak counts ``others`` further regions of this kind that hold their bytes too. A choice with too large an error has
+        the largest number as its peak.
         """
         effect = self.known[choice]
         if not self._is_usable(effect):
@@ -329,9 +318,7 @@ class _Generator:
 
 
 def _every_choice(view: RegionView) -> Iterable[Choice] | None:
-    """Return an iterable of all possible choices (what to keep or recompute) of a region (module call); ``None`` if there are
-    more than 512.
-    """
+    """Return an iterable of all possible choices of a region; ``None`` if there are more than 512."""
     states = [[("keep", v), *([("drop", v)] if v in view.droppable else [])] for v in view.decided]
     for value, options in zip(view.decided, states, strict=True):
         entry = view.forms.get(value)
@@ -378,14 +365,12 @@ def _flip(choice: Choice, values: Iterable[int]) -> Choice:
 
 
 def _is_read_by(index: StepIndex, view: RegionView, value: int, instant: int) -> bool:
-    """Return True if backward needs a value's saved tensor at an instant, so that any choice (what to keep or recompute) has
-    the value in memory then.
-    """
+    """Return True if backward needs a value's saved tensor at an instant, so that any choice has the value in memory then."""
     return any(2 * slot.unpacked <= instant < slot_stop(index.trace, slot) for slot in view.slots_of[value])
 
 
 def _undominated(effects: list[Effect]) -> tuple[Effect, ...]:
-    """Return the effects of the choices (what to keep or recompute) that no other choice dominates.
+    """Return the effects of the choices that no other choice dominates.
 
     A choice dominates another if it is at most as large in seconds, in gradient error, in bytes on the link (to host memory or
     disk), and in added bytes at each instant.
@@ -431,8 +416,6 @@ def _undominated(effects: list[Effect]) -> tuple[Effect, ...]:
 
 
 def _retained_range(effect: Effect) -> tuple[int, int]:
-    """Return two numbers: the least and the most bytes that a choice adds between forward and backward of a region (module
-    call).
-    """
+    """Return two numbers: the least and the most bytes that a choice adds between forward and backward of a region."""
     least = effect.retained_bytes - sum(relief.size for relief in effect.relief if relief.size > 0)
     return least, effect.retained_bytes - sum(relief.size for relief in effect.relief if relief.size < 0)

@@ -148,8 +148,7 @@ class Network:
     def capacities(self, offers: Offers, prices_seconds_per_byte: Floats) -> Floats:
         """Return a table of the edges' capacities in seconds: one row for each price of memory, one column for each edge.
 
-        An edge that a cut must not cross has the capacity ``inf``. ``offers`` must be made for this graph's region (module
-        call).
+        An edge that a cut must not cross has the capacity ``inf``. ``offers`` must be made for this graph's region.
         """
         graph = self.view.graph
         found = np.full((len(prices_seconds_per_byte), len(self.tails)), np.inf)
@@ -307,8 +306,8 @@ def solve_cuts(network: Network, requests: Sequence[tuple[Offers, Floats]]) -> l
 
 
 def _read_off(network: Network, offers: Offers, prices: Floats, reached: Mask, lower: Floats) -> list[Cut]:
-    """Translate solved minimum cuts into choices (what to keep or recompute) of one region (module call) with their costs, one
-    for each price of a byte.
+    """Translate solved minimum cuts into choices (what to keep or recompute) of one region with their costs, one for each price
+    of a byte.
 
     ``reached`` says which nodes of the graph are on the source side of each cut.
     """

@@ -1,4 +1,7 @@
-"""Makes a plan from a simulated step, with a decision and a reason for each saved value."""
+"""Makes a plan from a simulated step, with a decision and a reason for each saved value.
+
+A choice says which saved values of a region (module call) are kept, recomputed or stored in another form.
+"""
 
 from __future__ import annotations
 
@@ -101,8 +104,7 @@ def write_plan(simulation: Simulation, baseline: Simulation, strategy: str, regi
 def _retained_bytes(
     index: StepIndex, view: RegionView, choice: Choice, schedule: Schedule, linked: frozenset[int], counted: set[int]
 ) -> int:
-    """Return the number of bytes that a region (module call) holds between its forward and its backward, if it follows a choice
-    (what to keep or recompute).
+    """Return the number of bytes that a region holds between its forward and its backward, if it follows a choice.
 
     A storage that several regions hold counts only at the first of them: ``counted`` collects the storages counted so far.
     """
@@ -125,7 +127,7 @@ def _retained_bytes(
 def _decisions(
     index: StepIndex, view: RegionView, choice: Choice, schedule: Schedule, linked: frozenset[int], price: float
 ) -> tuple[ValueDecision, ...]:
-    """Return the decision for each saved value of a region (module call), with its reason, in the order of saving."""
+    """Return the decision for each saved value of a region, with its reason, in the order of saving."""
     graph = view.graph
     held = held_bytes(index, view)
     shares = _replay_shares(index, view, schedule)
@@ -195,9 +197,7 @@ def _seconds_to_rebuild(index: StepIndex, view: RegionView, value: int, choice: 
 
 
 def _schedule(view: RegionView, choice: Choice) -> Schedule:
-    """Return how and when one region (module call) recomputes the values that a choice (what to keep or recompute) drops, as if
-    the region's inputs were held.
-    """
+    """Return how and when one region recomputes the values that a choice drops, as if the region's inputs were held."""
     inputs = frozenset(view.movable) - choice.kept - choice.forms.keys()
     dropped = view.everything - choice.kept - choice.forms.keys() - inputs
     return build_schedule(view.graph, view.leaves | choice.kept | inputs, dropped, packed=choice.forms)

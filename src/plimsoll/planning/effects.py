@@ -163,7 +163,7 @@ def structure(view: RegionView) -> Hashable:
 
 
 def _windows(index: StepIndex, view: RegionView) -> Hashable:
-    """Return a key that is equal for regions (module calls) whose transfers make the step wait equally long.
+    """Return a key that is equal for regions whose transfers make the step wait equally long.
 
     It says when transfers over the link to host memory or disk begin and end, and how many seconds of compute hide them.
     ``None`` if the region cannot offload anything.

@@ -135,8 +135,7 @@ class Family(Generic[S]):
     def _name_ops(self) -> dict[tuple[str, ...], str]:
         """Return a mapping that gives each op of the step a unique name, to be the op's cost key in predicted traces.
 
-        The key of the mapping is a tuple with the op's cost key (its name with shapes) in each traced size of the family (one
-        step at many batch sizes).
+        The key of the mapping is a tuple with the op's cost key (its name with shapes) in each traced size of the family.
         """
         names: dict[tuple[str, ...], str] = {}
         for together in zip(*map(_costed_ops, self._members), strict=True):
@@ -161,8 +160,7 @@ class Family(Generic[S]):
     def _spec(self, keys: tuple[str, ...], shape: S) -> OpSpec:
         """Return the specification of an op at a batch shape: its predicted arithmetic and moved bytes.
 
-        ``keys`` are the op's cost keys (ops with their shapes) in all members, the traces of the family (one step at many batch
-        sizes).
+        ``keys`` are the op's cost keys (ops with their shapes) in all members, the traces of the family.
         """
         specs = [trace.specs[key] for trace, key in zip(self._members, keys, strict=True)]
         if shape in self._shapes:

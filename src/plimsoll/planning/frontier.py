@@ -1,5 +1,7 @@
 """Finds for one region the lower convex hull of (bytes held, seconds of recomputation), by varying the price of memory.
 
+A choice says which saved values of a region (module call) are kept, recomputed or stored in another form.
+
 At one price of a byte, a minimum cut (see ``cut``) finds the cheapest choice of values to keep. A *sweep* does this for many
 prices, by bisection. Every cut gives a point and a supporting line. A price between two neighbouring points either finds a new
 point below their chord or proves that none exists. So the sweep is exact, and the lines bound *every* choice of the region,
@@ -33,14 +35,13 @@ _TOLERANCE = 1e-6
 """A new point is added to the hull only if it lies below the chord between its neighbours by more than this share. Smaller
 distances may come from the rounding of capacities."""
 _LEAST_STEP = 1e-4
-"""Two ways of holding a value count as equally large if their bytes differ by less than this share of the bytes of the region
-(module call).
+"""Two ways of holding a value count as equally large if their bytes differ by less than this share of the bytes of the region.
 
 Otherwise the small difference would only raise the highest price of a byte that the search tries.
 """
 _ERROR_PRICES = (0.01, 0.1, 1.0, 10.0)
-"""The search tries these prices of gradient error. Their unit is the seconds of all ops of the region (module call), divided by
-the squared error that one region may spend.
+"""The search tries these prices of gradient error. Their unit is the seconds of all ops of the region, divided by the squared
+error that one region may spend.
 """
 _LINK_SHARES = (0.3, 0.6, 1.0)
 """The search tries these prices for a byte sent over the link (to host memory or disk). They are shares of the price of a byte
@@ -112,9 +113,9 @@ def _key(prices: Prices) -> Hashable:
 class _Bisection:
     """The state of one sweep: a search, at many prices of a byte, for the choices that need the fewest seconds for their bytes.
 
-    They are the points on the lower convex hull (bytes held, seconds) of one region (module call). The state has the points and
-    lines found, and the prices to solve next (``asked``). Each price in ``asked`` is the slope between two neighbouring points
-    that may have another point between them.
+    They are the points on the lower convex hull (bytes held, seconds) of one region. The state has the points and lines found,
+    and the prices to solve next (``asked``). Each price in ``asked`` is the slope between two neighbouring points that may have
+    another point between them.
     """
 
     def __init__(self, view: RegionView, prices: Prices) -> None:
@@ -133,8 +134,7 @@ class _Bisection:
             self.asked.append(2 * self._total_seconds / smallest)
 
     def take(self, cuts: Sequence[Cut]) -> None:
-        """Add the cheapest choices (what to keep or recompute) found at the prices in ``asked`` to the hull, and set ``asked``
-        to the next prices.
+        """Add the cheapest choices found at the prices in ``asked`` to the hull, and set ``asked`` to the next prices.
 
         There is one cut (a cheapest choice with its costs) for each price in ``asked``.
         """
@@ -166,7 +166,7 @@ class _Bisection:
 
 
 def _steps(prices: Prices) -> list[float]:
-    """Return the differences in bytes between the ways to hold each value of a region (module call), as one list.
+    """Return the differences in bytes between the ways to hold each value of a region, as one list.
 
     Ways are: unchanged, compressed, or not at all. Differences too small to matter are left out.
     """
@@ -209,7 +209,7 @@ class Sweep:
     least_error: float = 0.0
 
     def lines(self, lines: Iterable[Line]) -> Iterator[Line]:
-        """Yield the lines that this sweep found, changed to hold for all choices (what to keep or recompute).
+        """Yield the lines that this sweep found, changed to hold for all choices.
 
         A line is a lower bound of the seconds that a region (module call) adds. A price on error makes the lines valid also for
         choices with forms (codecs, offloading) that the sweep's prices leave out.
@@ -295,7 +295,7 @@ def _without(prices: Prices, banned: Set[tuple[int, str]]) -> Prices:
 def _producer_seconds(view: RegionView, prices: Prices, value: int) -> float:
     """Return the seconds of the op that makes a value, to rank values for offloading.
 
-    For an input of the region (module call), return the seconds of all ops, so that it comes first.
+    For an input of the region, return the seconds of all ops, so that it comes first.
     """
     producer = view.graph.values[value].producer
     return prices.op_seconds[producer] if producer >= 0 else sum(prices.op_seconds)

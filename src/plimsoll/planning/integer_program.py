@@ -142,18 +142,17 @@ class ChoiceProblem:
         self.limits = limits
         self.shared = self._shared_rows()
         self.affordable = np.array([float(limits.allow(e.squared_error, e.link_bytes)) for e in taken])
-        """An array with, for each choice (what to keep or recompute), the upper bound of the choice's variable in the program.
-        It is 0 if the choice alone exceeds the limits on error or offloaded bytes, else 1.
+        """An array with, for each choice, the upper bound of the choice's variable in the program. It is 0 if the choice alone
+        exceeds the limits on error or offloaded bytes, else 1.
         """
         self._usable = np.flatnonzero(self.affordable > 0)
         self._at_work = self._usable[self._usable % _SPARED == 0]
-        """The positions of the choices (what to keep or recompute) that are in the linear programs from the start. Other
-        choices are added if they would help.
+        """The positions of the choices that are in the linear programs from the start. Other choices are added if they would
+        help.
         """
 
     def choose(self, budget_bytes: int, gap_of_step: float = FINE_GAP) -> Selection:
-        """Return the choices (what to keep or recompute), one for each region (module call), that take the least seconds and
-        fit the budget in every window.
+        """Return the choices, one for each region, that take the least seconds and fit the budget in every window.
 
         A window is a stretch of the step. First the relaxed program, which may mix choices, is rounded. If the result is not
         within the gap, combinations near the optimum are searched. With a gap of 0 the solver then branches over the choices
@@ -188,23 +187,18 @@ class ChoiceProblem:
         return self._selection(best, relaxed.seconds, is_finished=True)
 
     def _selection(self, taken: Taken | None, lower_value: float, *, is_finished: bool) -> Selection:
-        """Return the result for a combination of choices (what to keep or recompute), and store the combination as a start for
-        later searches.
-        """
+        """Return the result for a combination of choices, and store the combination as a start for later searches."""
         if taken is None:
             return Selection(None, lower_value, is_finished)
         self._found = tuple(dict.fromkeys((*self._found, taken)))
         return Selection(self._effects_of(taken), lower_value, is_finished)
 
     def _effects_of(self, taken: Taken) -> tuple[Effect, ...]:
-        """Return, for each region (module call), the memory and time that it adds under a combination of choices (what to
-        keep).
-        """
+        """Return, for each region, the memory and time that it adds under a combination of choices (what to keep)."""
         return tuple(choices[c] for choices, c in zip(self.effects, taken, strict=True))
 
     def _taken_of(self, effects: tuple[Effect, ...]) -> Taken:
-        """Return the combination of choices (what to keep or recompute) that has these effects (added memory and time), one for
-        each region (module call).
+        """Return the combination of choices that has these effects (added memory and time), one for each region.
 
         A combination has, for each region, the position of its choice in the region's list.
         """
@@ -229,7 +223,7 @@ class ChoiceProblem:
         return Selection(selection.effects, lower_seconds, selection.is_finished)
 
     def minimise_peak(self) -> Selection:
-        """Return the choices (what to keep or recompute), one for each region (module call), with the smallest peak.
+        """Return the choices, one for each region, with the smallest peak.
 
         As far as this peak allows, they are then made faster.
         """
@@ -243,8 +237,7 @@ class ChoiceProblem:
         return self._selection(speed_up(room, taken), found.lower_value, is_finished=found.is_finished)
 
     def _lowest_peak(self) -> Selection:
-        """Return the choices (what to keep or recompute), one for each region (module call), with the smallest peak that is
-        found.
+        """Return the choices, one for each region, with the smallest peak that is found.
 
         The relaxed optimum, which may mix choices, is rounded. If the result is not close enough to the optimum, a search
         follows.
@@ -285,14 +278,11 @@ class ChoiceProblem:
         return Selection(selection.effects, selection.lower_value * self.unit_bytes, selection.is_finished)
 
     def _peak_bytes(self, taken: Taken) -> int:
-        """Return the step's peak in bytes if each region (module call) takes its choice (what to keep or recompute) in a
-        combination.
-        """
+        """Return the step's peak in bytes if each region takes its choice in a combination."""
         return int(Room(self.windows, 0, self.limits).load(taken).max())
 
     def _lowest_rounded(self, least_bytes: float, lifts: Floats) -> Taken | None:
-        """Return a combination of choices (what to keep or recompute), one for each region (module call), with a small peak;
-        ``None`` if none is found.
+        """Return a combination of choices, one for each region, with a small peak; ``None`` if none is found.
 
         A few budgets are tried. The relaxed optimum (which mixes choices) of the first one that can be rounded to whole choices
         is then improved.
@@ -313,8 +303,7 @@ class ChoiceProblem:
         return None
 
     def _relaxed_peak(self, aim: Floats, bounds: Bounds, room: LinearConstraint) -> tuple[float, Floats]:
-        """Return the smallest peak in bytes if a region (module call) may mix choices (what to keep or recompute), and the
-        reduced cost of each choice.
+        """Return the smallest peak in bytes if a region may mix choices, and the reduced cost of each choice.
 
         The peak is infinite if the program is infeasible.
         """
@@ -322,9 +311,7 @@ class ChoiceProblem:
         return (np.inf, reduced) if result is None else (float(result.fun), np.maximum(reduced, 0.0))
 
     def relax(self, budget_bytes: int) -> Relaxed | None:
-        """Return the program's optimum under a budget if regions (module calls) may mix choices (what to keep or recompute);
-        ``None`` if even then nothing fits.
-        """
+        """Return the program's optimum under a budget if regions may mix choices; ``None`` if even then nothing fits."""
         windows = len(self.windows.spans)
         unit_seconds = max(float(self.seconds.max(initial=0.0)), 1e-30)
         aim = np.concatenate([self.seconds / unit_seconds, np.zeros(windows + 1)])
@@ -344,9 +331,9 @@ class ChoiceProblem:
     ) -> tuple[OptimizeResult | None, Floats, Floats]:
         """Return the optimum of the relaxed program, and two arrays over the choices: their shares and their reduced costs.
 
-        ``more`` are additional rows. The method is column generation. Of thousands of choices (what to keep or recompute) an
-        optimum uses a few per region (module call), and optima for other budgets use mostly the same choices. So start with few
-        columns (choices), and add columns whose reduced costs show that they would help, until no column would help.
+        ``more`` are additional rows. The method is column generation. Of thousands of choices an optimum uses a few per region,
+        and optima for other budgets use mostly the same choices. So start with few columns (choices), and add columns whose
+        reduced costs show that they would help, until no column would help.
         """
         rows = more if self.shared is None else [*more, (self.shared, np.ones(self.shared.shape[0]))]
         above = csc_array(vstack([row for row, _ in rows])) if rows else None
@@ -384,10 +371,9 @@ class ChoiceProblem:
         return result, shares, reduced[: self.columns]
 
     def _joining(self, reduced: Floats, at_work: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Return the positions of the choices (what to keep or recompute) to add to the linear program, because they would
-        lower its optimum most.
+        """Return the positions of the choices to add to the linear program, because they would lower its optimum most.
 
-        They are at most 3 for each region (module call). ``at_work`` are the choices that are in the program already.
+        They are at most 3 for each region. ``at_work`` are the choices that are in the program already.
         """
         helps = np.zeros(self.columns, dtype=np.bool_)
         helps[self._usable] = reduced[self._usable] < -_HAIR
@@ -480,9 +466,7 @@ class ChoiceProblem:
         return self._read(result)
 
     def _read(self, result: Any) -> Selection:
-        """Translate the result of scipy's solver into a selection: the choice (what to keep or recompute) taken for each region
-        (module call), with a lower bound.
-        """
+        """Translate the result of scipy's solver into a selection: the choice taken for each region, with a lower bound."""
         assert result.status in (OPTIMAL, LIMIT, INFEASIBLE, NODES_SPENT), f"HiGHS: {result.message}"
         if result.x is None:
             return Selection(effects=None, lower_value=np.inf, is_finished=result.status == INFEASIBLE)

@@ -70,7 +70,7 @@ class Ladder(Generic[S]):
         self._known: dict[S, tuple[Forecast, ...]] = {}
         self._waiting = list(plans)
         """Plans that are not rungs (plans of the ladder) yet. They become rungs on first use, because a ladder (plans with
-        falling peaks) may be replaced before its first use if a trace is added to its family (one step at many batch sizes).
+        falling peaks) may be replaced before its first use if a trace is added to its family.
         """
         self._all = ShapedPlans(())
 
@@ -83,7 +83,7 @@ class Ladder(Generic[S]):
 
     def at(self, shape: S) -> tuple[Forecast, ...]:
         """Return one forecast (memory and time) for each plan of the ladder (plans with falling peaks) at a batch shape that
-        the family (one step at many batch sizes) knows.
+        the family knows.
         """
         if shape not in self._known:
             if len(self._known) >= _MOST_KNOWN:
@@ -93,8 +93,7 @@ class Ladder(Generic[S]):
 
     @property
     def rungs(self) -> list[Rung]:
-        """The rungs: the plans that can be followed in this family (one step at many batch sizes), with their memory and time
-        at any batch shape.
+        """The rungs: the plans that can be followed in this family, with their memory and time at any batch shape.
 
         If no plan can be followed, the only rung is the first plan without its decisions.
         """

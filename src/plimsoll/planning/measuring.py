@@ -30,9 +30,7 @@ from plimsoll.planning.step import Ints, RegionView, Span, StepIndex, slot_stop,
 Mask = npt.NDArray[np.bool_]
 
 _AT_ONCE = 256
-"""How many choices (what to keep or recompute) one pass measures together. A larger pass needs more memory, and is hardly
-faster for each choice.
-"""
+"""How many choices one pass measures together. A larger pass needs more memory, and is hardly faster for each choice."""
 _NEVER = np.iinfo(np.int64).max // 2**22
 """A key that means never: it comes after all other keys, which are times within backward. It is small enough that it can be
 multiplied by the number of events."""
@@ -101,8 +99,8 @@ class Measuring:
         return effects
 
     def _columns(self) -> Ints:
-        """Return an array with, for each instant in the backward of the region (module call), the column that has its bytes in
-        the table of rebuilt values.
+        """Return an array with, for each instant in the backward of the region, the column that has its bytes in the table of
+        rebuilt values.
 
         Column 0 means 0 bytes. If buffers are allocated or released at the instant, the column has the maximum there, and later
         instants have the bytes after it.
@@ -117,7 +115,7 @@ class Measuring:
 
 @dataclass(frozen=True, slots=True)
 class _Holding:
-    """Data: when a storage is in memory under any plan, from the end of the forward of its region (module call) on.
+    """Data: when a storage is in memory under any plan, from the end of the forward of its region on.
 
     In the spans ``gaps`` it is not, so that holding it adds its bytes. In the spans ``relief``, which are before the region's
     backward, it is. ``is_between`` is True if it is in memory all the time before backward.
@@ -129,14 +127,14 @@ class _Holding:
 
     @classmethod
     def of(cls, index: StepIndex, frame: RegionFrame, storage: int) -> _Holding:
-        """Return, as data, when one storage is alive under any plan, for a region (module call) with the instants ``frame``."""
+        """Return, as data, when one storage is alive under any plan, for a region with the instants ``frame``."""
         covered = own_cover(index, frame, storage)
         gaps = subtract([(frame.exit, _FOREVER)], covered)
         return cls(tuple(gaps), is_between(frame, covered), tuple(relief_spans(index, frame, storage)))
 
 
 class _Pass:
-    """Computes the memory and time that many choices (what to keep or recompute) of one region (module call) add, all at once.
+    """Computes the memory and time that many choices of one region add, all at once.
 
     In its arrays, rows are values and columns are choices.
     """
@@ -182,8 +180,8 @@ class _Pass:
             self.first[value][gone] = position
             np.maximum(self.until[value], region.stops[position], out=self.until[value], where=gone)
         self.runs: dict[int, tuple[Ints, Mask]] = {}
-        """Maps each op that runs again under some choice (what to keep or recompute) to two arrays over the choices: the
-        position of the read before which it runs, and whether it runs.
+        """Maps each op that runs again under some choice to two arrays over the choices: the position of the read before which
+        it runs, and whether it runs.
         """
         for op in reversed(graph.ops):
             writes = list(op.writes)
@@ -242,8 +240,7 @@ class _Pass:
         self.end = end
 
     def _load_key(self, value: int) -> Ints:
-        """Return for each choice (what to keep or recompute) the key (time in backward) when a compressed or offloaded value is
-        brought back.
+        """Return for each choice the key (time in backward) when a compressed or offloaded value is brought back.
 
         It is brought back before the first op that reads it; if no op reads it, just before backward reads its slot, the tensor
         that autograd saved. In compiled code all such values are brought back when backward begins.
@@ -263,8 +260,7 @@ class _Pass:
     # Rebuilt values -------------------------------------------------------------------------------------------------
 
     def _events(self) -> Iterator[tuple[Ints, Ints, Ints | int]]:
-        """Yield for each event of the recomputation's buffers: its key (time in backward), bytes, workspace, over all choices
-        (what to keep or recompute).
+        """Yield for each event of the recomputation's buffers: its key, bytes, workspace, over all choices.
 
         The bytes are positive for an allocation and negative for a release.
         """
@@ -294,8 +290,7 @@ class _Pass:
             yield np.where(runs, self.key[op_id], _NEVER), come, runs * self.region.workspaces[op_id]
 
     def _made_until(self, value: int, op_id: int) -> Ints:
-        """Return for each choice (what to keep or recompute) the key (time in backward) when the buffer that an op made for a
-        value is released.
+        """Return for each choice the key (time in backward) when the buffer that an op made for a value is released.
 
         If the value is loaded later, the op's buffer stays.
         """
@@ -309,8 +304,7 @@ class _Pass:
         return until
 
     def rebuilt(self) -> Ints:
-        """Return a table of the bytes of rebuilt values: one row for each choice (what to keep or recompute), one column for
-        each instant of backward.
+        """Return a table of the bytes of rebuilt values: one row for each choice, one column for each instant of backward.
 
         At an even instant, where recomputation runs, the entry is the maximum during the recomputation.
         """
@@ -348,7 +342,7 @@ class _Pass:
     # Held values and effects ----------------------------------------------------------------------------------------
 
     def effects(self) -> list[Effect]:
-        """Return a list with the effect (added memory and time) of each choice (what to keep or recompute) of this pass."""
+        """Return a list with the effect (added memory and time) of each choice of this pass."""
         region, view, frame = self.region, self.region.view, self.region.frame
         self.rows = np.arange(self.count)
         self.change = np.zeros((self.count, frame.stop - frame.start + 1), dtype=np.int64)
@@ -385,8 +379,7 @@ class _Pass:
         return found
 
     def _held_until(self) -> dict[int, Ints]:
-        """Return a mapping from each storage to an array with, for each choice (what to keep or recompute), the instant until
-        which the storage is held.
+        """Return a mapping from each storage to an array with, for each choice, the instant until which the storage is held.
 
         It is held for kept values, for saved tensors (slots) made of these values, or until a transfer out has ended. -1 means
         never.
@@ -423,12 +416,10 @@ class _Pass:
                 self.reliefs[at] += reliefs
 
     def _hold(self, storage: int, until: Ints) -> None:
-        """Add the bytes of a held storage to the memory of each choice (what to keep or recompute), until the instants
-        ``until``.
+        """Add the bytes of a held storage to the memory of each choice, until the instants ``until``.
 
-        Times at which the storage is alive under any plan do not count. Another region (module call) may hold a storage that
-        this region does not decide about (an input). Then a sum over regions counts the storage twice, so the effect is not
-        additive.
+        Times at which the storage is alive under any plan do not count. Another region may hold a storage that this region does
+        not decide about (an input). Then a sum over regions counts the storage twice, so the effect is not additive.
         """
         region, frame = self.region, self.region.frame
         size, holding = region.index.trace.storages[storage].bytes, region.holdings[storage]
@@ -449,9 +440,7 @@ class _Pass:
             self._relieve(~is_through & (until == stop), *reliefs)
 
     def _copy(self) -> Ints:
-        """Add the bytes of the inputs that a choice (what to keep or recompute) copies when the region (module call) begins;
-        return these bytes for each choice.
-        """
+        """Add the bytes of the inputs that a choice copies when the region begins; return these bytes for each choice."""
         view = self.region.view
         copied = np.zeros(self.count, dtype=np.int64)
         for value in view.copied - view.steady:
@@ -462,8 +451,7 @@ class _Pass:
         return copied
 
     def _hold_payloads(self) -> None:
-        """Add to the memory of each choice (what to keep or recompute) the payloads of compressed values and the buffers of
-        returning offloaded values.
+        """Add to the memory of each choice the payloads of compressed values and the buffers of returning offloaded values.
 
         A payload is what a codec stores. A transfer back writes to a buffer.
         """
@@ -489,8 +477,7 @@ class _Pass:
                     self._relieve(is_there & ~is_through & (stops == stop), relief)
 
     def _packing_bytes(self, held_until: dict[int, Ints]) -> Ints:
-        """Return for each choice (what to keep or recompute) the most bytes that compressing values at the end of forward needs
-        in addition.
+        """Return for each choice the most bytes that compressing values at the end of forward needs in addition.
 
         They are payloads (codecs' results) and workspaces, on top of the tensors that forward saved (see ``replay``).
         """

@@ -130,15 +130,13 @@ class _Memory:
 
 @dataclass(slots=True)
 class _Part:
-    """The state of one region (module call) during a simulated recomputation: its schedule, and the buffer of each of its
-    values.
-    """
+    """The state of one region during a simulated recomputation: its schedule, and the buffer of each of its values."""
 
     view: RegionView
     choice: Choice
     schedule: Schedule
     linked: frozenset[int]
-    """The dropped inputs of this region (module call), as ids of values. The provider, an earlier region, must rebuild them."""
+    """The dropped inputs of this region, as ids of values. The provider, an earlier region, must rebuild them."""
     provider: int
     asked: bool = False
     buffer_of: dict[int, int] = field(default_factory=dict)
@@ -168,7 +166,7 @@ def replay(
 
 
 class _Machine:
-    """The simulation of one recomputation of one region (module call), or of several linked ones.
+    """The simulation of one recomputation of one region, or of several linked ones.
 
     Call ``hold``, then ``run``; then ``out`` has the results.
     """
@@ -189,7 +187,7 @@ class _Machine:
             self.parts[region] = self._part(region, choices[region], linked)
 
     def _part(self, region: int, choice: Choice, linked: Mapping[int, frozenset[int]]) -> _Part:
-        """Return the state of one region (module call) before backward begins.
+        """Return the state of one region before backward begins.
 
         It has the region's schedule of recomputation, its dropped inputs, and the region that rebuilds them.
         """
@@ -269,8 +267,7 @@ class _Machine:
             self.out.packing.append(((exit_ - 1, exit_), most, f"{part.view.call.name} packing"))
 
     def _packing_bytes(self, part: _Part, values: Collection[int]) -> int:
-        """Return the most bytes that are needed in addition while values are compressed at the end of the forward of a region
-        (module call).
+        """Return the most bytes that are needed in addition while values are compressed at the end of the forward of a region.
 
         They are payloads (compressed values) and workspaces, on top of the tensors that forward saved, minus source tensors
         that are already freed.
@@ -307,23 +304,20 @@ class _Machine:
         return 2 * after.forward[1], 2 * after.backward[0]
 
     def _hold(self, part: _Part, value: int, start: int, stop: int) -> None:
-        """Record that the storage of a value of a region (module call) is in memory from the instant ``start`` to the instant
-        ``stop``.
-        """
+        """Record that the storage of a value of a region is in memory from the instant ``start`` to the instant ``stop``."""
         self.out.holds.setdefault(part.view.graph.values[value].storage, []).append((start, stop))
 
     def _stop(self, part: _Part, slot_index: int) -> int:
         """Return the instant at which a saved tensor (slot) releases its leaves, the held values that it is rebuilt from.
 
-        For ``BOUNDARY`` (the region's outputs), it is the instant when all regions (module calls) that need the outputs are
-        done.
+        For ``BOUNDARY`` (the region's outputs), it is the instant when all regions that need the outputs are done.
         """
         if slot_index != BOUNDARY:
             return slot_stop(self.index.trace, part.view.graph.slots[slot_index])
         return max(self._needed_until(self.parts[r]) for r in part.consumers)
 
     def _needed_until(self, part: _Part) -> int:
-        """Return the instant until which a region (module call) needs its dropped inputs.
+        """Return the instant until which a region needs its dropped inputs.
 
         It is when the last of the region's saved tensors that are made of these inputs is released.
         """
@@ -423,7 +417,7 @@ class _Machine:
         self._forget(part, segment.frees)
 
     def _rebuild_provider(self, part: _Part, instant: int) -> None:
-        """Make the provider of a region (module call) rebuild its outputs, if this has not happened yet.
+        """Make the provider of a region rebuild its outputs, if this has not happened yet.
 
         The provider is the earlier region that makes the dropped inputs of ``part``. The provider may have to ask its own
         provider first.
@@ -440,7 +434,7 @@ class _Machine:
             self._forget(provider, segment.frees)
 
     def _run_segment(self, part: _Part, segment: Segment, instant: int) -> None:
-        """Simulate one segment: the ops and loads that rebuild one saved tensor, or the outputs of a region (module call).
+        """Simulate one segment: the ops and loads that rebuild one saved tensor, or the outputs of a region.
 
         A load brings back a compressed or offloaded value. Buffers are allocated and freed as the ops need them.
         """
@@ -498,9 +492,7 @@ class _Machine:
         self.releases.setdefault(instant, []).append(self.memory.retain(buffer))
 
     def _forget(self, part: _Part, values: Iterable[int]) -> None:
-        """Remove the references that these values of a region (module call) have to their buffers. A buffer without references
-        is freed.
-        """
+        """Remove the references that these values of a region have to their buffers. A buffer without references is freed."""
         for value in values:
             buffer = part.buffer_of.pop(value, None)
             if buffer is not None:

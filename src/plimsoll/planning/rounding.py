@@ -30,24 +30,19 @@ region's list.
 """
 
 _SUPPORT = 1e-6
-"""A choice (what to keep or recompute) with a smaller share than this is not part of the relaxed optimum: the share is noise of
-the linear program.
-"""
+"""A choice with a smaller share than this is not part of the relaxed optimum: the share is noise of the linear program."""
 _PASSES_AT_MOST = 4
 _GROUPS = ((10, 3), (12, 2), (8, 2), (4, 1))
-"""Pairs of numbers, one for each round of the search for a better combination of choices (what to keep or recompute); then they
-repeat.
+"""Pairs of numbers, one for each round of the search for a better combination of choices; then they repeat.
 
-The first number says how many regions (module calls) change their choices together. The second says how many of these are
-regions whose present choice does not add time.
+The first number says how many regions change their choices together. The second says how many of these are regions whose
+present choice does not add time.
 """
 _ROUNDS_AT_MOST = 12
-"""A search for a better combination of choices (what to keep or recompute) stops after this many rounds. Each round divides all
-regions (module calls) into new groups.
-"""
+"""A search for a better combination of choices stops after this many rounds. Each round divides all regions into new groups."""
 _NEAREST = 256
-"""A search combines only this many choices (what to keep or recompute) of each region: those with the smallest reduced costs
-(least seconds beyond the optimum).
+"""A search combines only this many choices of each region: those with the smallest reduced costs (least seconds beyond the
+optimum).
 """
 _LEAST_WIDTH = 32
 
@@ -83,24 +78,19 @@ class Room:
     limits: Limits
 
     def starts(self) -> list[int]:
-        """Return, for each region (module call), the column of its first choice (what to keep or recompute) in tables that have
-        the choices of all regions as columns.
+        """Return, for each region, the column of its first choice in tables that have the choices of all regions as columns.
 
         The regions' choices follow each other. The number of all columns comes last.
         """
         return [0, *np.cumsum([len(choices) for choices in self.windows.effects]).tolist()]
 
     def load(self, taken: Taken) -> Ints:
-        """Return an array with the bytes in each window (a stretch of the step) under the choices (what to keep or recompute)
-        in ``taken``.
-        """
+        """Return an array with the bytes in each window under the choices in ``taken``."""
         parts = (table[:, choice] for table, choice in zip(self.windows.added_bytes, taken, strict=True))
         return sum(parts, self.windows.fixed_bytes.copy())
 
     def figures(self, taken: Taken) -> tuple[float, float, int]:
-        """Return three sums over all regions (module calls) of a combination: added seconds, squared gradient error, and
-        offloaded bytes.
-        """
+        """Return three sums over all regions of a combination: added seconds, squared gradient error, and offloaded bytes."""
         effects = [choices[c] for choices, c in zip(self.windows.effects, taken, strict=True)]
         return (
             sum(effect.seconds for effect in effects),
@@ -109,9 +99,7 @@ class Room:
         )
 
     def holds(self, taken: Taken) -> bool:
-        """Return True if a combination of choices (what to keep or recompute) is within the budget in each window, and within
-        the other limits.
-        """
+        """Return True if a combination of choices is within the budget in each window, and within the other limits."""
         _, squared_error, link_bytes = self.figures(taken)
         return self.limits.allow(squared_error, link_bytes) and int(self.load(taken).max()) <= self.budget_bytes
 
@@ -211,7 +199,7 @@ def lower_peak(windows: Windows, limits: Limits, reduced: Floats, start: Taken, 
 def _grouped(
     taken: Taken, costs: Sequence[Floats], seconds: Sequence[Floats], draw: np.random.Generator, turn: int
 ) -> Iterator[list[int]]:
-    """Yield groups of regions (module calls) whose choices (what to keep or recompute) are changed together.
+    """Yield groups of regions whose choices are changed together.
 
     Each region whose present choice adds time is in one group; regions with the largest reduced costs come first. Each group
     also has some regions that do not add time.
@@ -229,8 +217,8 @@ def _grouped(
 
 
 class _Beam:
-    """A beam search: it extends partial combinations (one choice for each region) by one region (module call) after another,
-    and keeps those nearest to the relaxed optimum (with the smallest sums of reduced costs).
+    """A beam search: it extends partial combinations (one choice for each region) by one region after another, and keeps those
+    nearest to the relaxed optimum (with the smallest sums of reduced costs).
     """
 
     def __init__(self, windows: Windows, limits: Limits, reduced: Floats, effort: Effort) -> None:
@@ -245,10 +233,10 @@ class _Beam:
     def run(
         self, regions: Sequence[int], current: Sequence[int], budget_bytes: int, most_reduced: float = np.inf
     ) -> Taken | None:
-        """Return the fastest combination found if only these regions (module calls) change; ``None`` if none is found.
+        """Return the fastest combination found if only these regions change; ``None`` if none is found.
 
-        All other regions keep their choices (what to keep or recompute) in ``current``. ``most_reduced`` limits the sum of the
-        reduced costs of all regions' choices.
+        All other regions keep their choices in ``current``. ``most_reduced`` limits the sum of the reduced costs of all
+        regions' choices.
         """
         others = [region for region in range(len(current)) if region not in regions]
         most = most_reduced * (1 + 1e-6) - sum(self.costs[r][current[r]] for r in others)
@@ -283,11 +271,10 @@ class _Beam:
     def _tables(
         self, near: dict[int, Ints], others: Sequence[int], current: Sequence[int], budget_bytes: int
     ) -> tuple[dict[int, Ints], Ints]:
-        """Return a table for each region (module call) in ``near``, with the bytes that its choices (what to keep or recompute)
-        add, and the bytes of all other regions.
+        """Return a table for each region in ``near``, with the bytes that its choices add, and the bytes of all other regions.
 
-        Both contain only the windows (stretches of the step) whose bytes may exceed the budget. The load is relative to the
-        budget: positive means too much.
+        Both contain only the windows whose bytes may exceed the budget. The load is relative to the budget: positive means too
+        much.
         """
         windows = self._windows
         load = windows.fixed_bytes - budget_bytes
@@ -304,10 +291,10 @@ class _Beam:
 
 def _fitting(before: Ints, choice: Ints, loads: Ints, added: Ints, left: Ints, width: int) -> tuple[Ints, Ints, Ints]:
     """Return the first ``width`` extended combinations of choices (what to keep) that leave enough memory for the smallest
-    choices of the other regions (module calls).
+    choices of the other regions.
 
     A ``width`` of 0 means all. The result has three arrays: the positions of the extended combinations, the added choices, and
-    the new loads. Of combinations with equal loads in all windows (stretches of the step) only the first is kept.
+    the new loads. Of combinations with equal loads in all windows only the first is kept.
     """
     # Compare loads by a random weighted sum modulo 2^64. If two different loads collided, only one combination would be lost.
     weights = np.random.default_rng(0).integers(2**62, size=loads.shape[1])
@@ -325,9 +312,7 @@ def _fitting(before: Ints, choice: Ints, loads: Ints, added: Ints, left: Ints, w
 
 
 class _Search:
-    """A local search: it holds one choice (what to keep or recompute) for each region (``taken``) and changes one region's
-    choice at a time.
-    """
+    """A local search: it holds one choice for each region (``taken``) and changes one region's choice at a time."""
 
     def __init__(self, room: Room, taken: list[int]) -> None:
         windows = room.windows
@@ -342,7 +327,7 @@ class _Search:
         _, self._error, self._link = room.figures(tuple(taken))
 
     def repair(self) -> bool:
-        """Change choices (what to keep or recompute) of single regions (module calls) until all windows are within the budget.
+        """Change choices of single regions until all windows are within the budget.
 
         Return whether this succeeded. A window is a stretch of the step.
         """
@@ -362,9 +347,7 @@ class _Search:
         return bool(self._load.max() <= self._budget_bytes)
 
     def improve(self) -> None:
-        """Give regions (module calls) faster choices (what to keep or recompute) that fit the limits, as long as some region
-        has one, for at most 4 passes.
-        """
+        """Give regions faster choices that fit the limits, as long as some region has one, for at most 4 passes."""
         for _ in range(_PASSES_AT_MOST):
             before = list(self.taken)
             # Late regions first: they hold their bytes for the shortest time.
@@ -377,10 +360,9 @@ class _Search:
                 break
 
     def _loads(self, region: int) -> Ints:
-        """Return a table of one region's bytes, with a row for each window (a stretch of the step) and a column for each
-        choice.
+        """Return a table of one region's bytes, with a row for each window and a column for each choice.
 
-        An entry has the bytes of the window if the region (module call) takes this choice (what to keep or recompute).
+        An entry has the bytes of the window if the region takes this choice.
         """
         added = self._added[region]
         loads: Ints = (self._load - added[:, self.taken[region]])[:, None] + added

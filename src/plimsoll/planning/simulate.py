@@ -1,5 +1,7 @@
 """Simulates a step under a plan: the exact bytes at each instant, and the seconds of the step.
 
+A choice says which saved values of a region (module call) are kept, recomputed or stored in another form.
+
 All plans of the solver are simulated here, and the simulated figures decide. See ``step`` for instants and fixed bytes, and
 ``replay`` for the memory of recomputation. Not modelled: fragmentation, and memory that no traced op allocates.
 """
@@ -88,7 +90,7 @@ def run_choices(index: StepIndex, choices: Sequence[Choice]) -> Simulation:
 
 
 def _as_one_code(index: StepIndex, choices: Sequence[Choice]) -> Sequence[Choice]:
-    """Return the choices, changed so that all calls of a compiled region (module call) take the same decision about each value.
+    """Return the choices, changed so that all calls of a compiled region take the same decision about each value.
 
     If one call does not keep a value, the value is dropped in all calls, because they run the same code.
     """
@@ -121,18 +123,15 @@ class StepReplays:
                 self.holds.setdefault(storage, []).extend(spans)
 
     def cover(self, storage: int) -> list[Span]:
-        """Return the spans of instants at which a storage of the trace is in memory if regions follow these choices (what to
-        keep or recompute).
+        """Return the spans of instants at which a storage of the trace is in memory if regions follow these choices.
 
-        It is alive by itself, or a region (module call) holds it. Buffers of recomputation do not count.
+        It is alive by itself, or a region holds it. Buffers of recomputation do not count.
         """
         cover = actual_cover(self.index, storage, self.linked)
         return merge([*cover, *self.holds[storage]]) if storage in self.holds else cover
 
     def is_alive(self, storage: int, instant: int) -> bool:
-        """Return True if a storage of the trace is in memory at an instant, by itself or because a region (module call) holds
-        it.
-        """
+        """Return True if a storage of the trace is in memory at an instant, by itself or because a region holds it."""
         for spans in (actual_cover(self.index, storage, self.linked), self.holds.get(storage, ())):
             for start, stop in spans:
                 if start <= instant < stop:
@@ -142,8 +141,7 @@ class StepReplays:
     def held(self) -> Ints:
         """Return an array with, for each instant, the bytes alive without rebuilt values.
 
-        They are the bytes that no decision changes, the bytes that choices (what to keep or recompute) hold, and those of
-        waiting micro-batches.
+        They are the bytes that no decision changes, the bytes that choices hold, and those of waiting micro-batches.
         """
         added = np.cumsum(_storage_changes(self))[:-1]
         return self.index.fixed + added + self.index.waits(int(added[self.index.handover]))
@@ -161,7 +159,7 @@ class StepReplays:
 def _replayed(
     index: StepIndex, chain: Mapping[int, Choice], linked: Mapping[int, frozenset[int]], watch: int
 ) -> Replay:
-    """Return the simulated recomputation of linked regions (module calls), from a cache if only one region is recomputed.
+    """Return the simulated recomputation of linked regions, from a cache if only one region is recomputed.
 
     Regions are linked if one drops its input and the other rebuilds it. Single regions are cached, because plans for other
     budgets change only a few regions.
@@ -208,7 +206,7 @@ def is_touched(view: RegionView, choice: Choice) -> bool:
 def _chains(
     index: StepIndex, choices: Sequence[Choice], linked: Mapping[int, frozenset[int]]
 ) -> list[dict[int, Choice]]:
-    """Group the regions (module calls) that are recomputed together into chains; each chain maps regions to their choices.
+    """Group the regions that are recomputed together into chains; each chain maps regions to their choices.
 
     Regions are in the same chain if one drops its input and the other rebuilds it.
     """
@@ -245,11 +243,9 @@ def links_of(index: StepIndex, choices: Sequence[Choice]) -> dict[int, frozenset
 
 
 def _storage_changes(replays: StepReplays) -> Ints:
-    """Return an array with, for each instant, the change of the bytes that choices (what to keep or recompute) add to the fixed
-    bytes.
+    """Return an array with, for each instant, the change of the bytes that choices add to the fixed bytes.
 
-    Dropped inputs of regions (module calls) are subtracted. The running sum of the array is the number of bytes added at each
-    instant.
+    Dropped inputs of regions are subtracted. The running sum of the array is the number of bytes added at each instant.
     """
     index = replays.index
     change = np.zeros(index.instants + 1, dtype=np.int64)

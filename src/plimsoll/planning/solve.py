@@ -305,8 +305,7 @@ class Planner:
         return other
 
     def relimited(self, limits: Limits) -> Planner:
-        """Return a planner for the same step and the same choices (what to keep or recompute), with other limits on gradient
-        error and offloaded bytes.
+        """Return a planner for the same step and the same choices, with other limits on gradient error and offloaded bytes.
 
         Raises:
             InvalidStrategy: the overrides alone exceed the limits.
@@ -413,8 +412,7 @@ class Planner:
 
         Args:
             budget_bytes: the budget.
-            found: the solver's own result at this budget; its bound is used if the choices (what to keep or recompute) are
-                complete.
+            found: the solver's own result at this budget; its bound is used if the choices are complete.
             boundaries: True if the bound must also hold for plans that drop region inputs.
         """
         if boundaries not in self._bounds:
@@ -469,7 +467,7 @@ class Planner:
         return np.zeros(len(self.problem.windows.spans))
 
     def region_prices(self, window_prices: npt.NDArray[np.float64]) -> list[float]:
-        """Return a list with, for each region (module call), the seconds per step that one byte held by the region costs.
+        """Return a list with, for each region, the seconds per step that one byte held by the region costs.
 
         The region holds bytes in some windows (stretches of the step), and the result is the sum of their prices. In a
         pipeline, waiting micro-batches hold the byte too, so the prices of the windows while they wait are added.
@@ -481,8 +479,6 @@ class Planner:
 
 
 def _choices(selection: Selection) -> tuple[Choice, ...]:
-    """Return a tuple with the choice (what to keep or recompute) that a result of the solver takes for each region (module
-    call).
-    """
+    """Return a tuple with the choice that a result of the solver takes for each region."""
     assert selection.effects is not None
     return tuple(effect.choice for effect in selection.effects)

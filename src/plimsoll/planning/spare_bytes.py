@@ -57,7 +57,5 @@ def with_spare_bytes(plan: Plan, spare_bytes: int) -> Plan:
 
 
 def _keeps_much(region: RegionPlan) -> bool:
-    """Return True if the region (module call) keeps everything, and autograd saves more than twice the bytes of its inputs in
-    it.
-    """
+    """Return True if the region keeps everything, and autograd saves more than twice the bytes of its inputs in it."""
     return region.is_untouched and sum(each.bytes for each in region.decisions) > 2 * region.input_bytes

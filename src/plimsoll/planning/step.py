@@ -84,14 +84,12 @@ class RegionView:
 
     @property
     def everything(self) -> frozenset[int]:
-        """The ids of the values that a region (module call) keeps if it keeps as much as possible: all values a plan may decide
-        about.
-        """
+        """The ids of the values that a region keeps if it keeps as much as possible: all values a plan may decide about."""
         return frozenset(self.decided)
 
     @property
     def nothing(self) -> frozenset[int]:
-        """The ids of the values that are kept if the region (module call) recomputes as much as possible.
+        """The ids of the values that are kept if the region recomputes as much as possible.
 
         They are the movable values, which cannot be recomputed but may be compressed or offloaded.
         """
@@ -208,8 +206,8 @@ class StepIndex:
 
     @cached_property
     def _kernels(self) -> frozenset[str]:
-        """The cost keys (names of ops with their shapes) in compiled regions (module calls). Compiled code recomputes them
-        itself, without Plimsoll's time per op.
+        """The cost keys (names of ops with their shapes) in compiled regions. Compiled code recomputes them itself, without
+        Plimsoll's time per op.
         """
         return frozenset(op.cost_key for view in self.views if view.call.is_compiled for op in view.graph.ops)
 
@@ -388,9 +386,7 @@ def boundary_values(index: StepIndex, view: RegionView) -> frozenset[int]:
 
 
 def _can_provide(maker: RegionView, storage: int) -> bool:
-    """Return True if region (module call) ``maker`` outputs ``storage`` and can rebuild all outputs from values that it always
-    holds.
-    """
+    """Return True if region ``maker`` outputs ``storage`` and can rebuild all outputs from values that it always holds."""
     outputs = maker.graph.outputs
     if (
         not maker.droppable
@@ -462,7 +458,7 @@ def subtract(spans: Iterable[Span], covered: Iterable[Span]) -> list[Span]:
 
 
 def _saved_by_several(trace: Trace) -> frozenset[int]:
-    """Return the ids of the storages that more than one region (module call) saves for backward."""
+    """Return the ids of the storages that more than one region saves for backward."""
     savers: dict[int, set[int]] = {}
     for call in trace.regions:
         for slot in call.graph.slots:
@@ -474,7 +470,7 @@ def _saved_by_several(trace: Trace) -> frozenset[int]:
 def _view(
     trace: Trace, call: RegionCall, forms: dict[str, ValueForms], shared: frozenset[int], *, may_recompute: bool
 ) -> RegionView:
-    """Return what one region (module call) may decide: which of its saved values may be recomputed, moved, or must be kept.
+    """Return what one region may decide: which of its saved values may be recomputed, moved, or must be kept.
 
     ``forms`` maps names of values to their possible forms (codecs and links). ``shared`` are the storages that several regions
     save.
@@ -515,8 +511,7 @@ def _view(
 
 
 def _droppable(trace: Trace, call: RegionCall, saved: tuple[int, ...], given: frozenset[int]) -> tuple[int, ...]:
-    """Return the ids of the saved values that a region (module call) made and can recompute, if all other saved values are
-    held.
+    """Return the ids of the saved values that a region made and can recompute, if all other saved values are held.
 
     ``given`` are the values that are in memory anyway.
     """

@@ -33,6 +33,8 @@
 ``hybrid:N,k``           the first N regions like ``int8``, the others like ``every:k``
 =====================  ================================================================================================
 
+A choice says which saved values of a region (module call) are kept, recomputed or stored in another form.
+
 Every strategy keeps a value that cannot be rebuilt. All but ``every:k`` and ``sqrt`` keep region inputs.
 """
 
@@ -181,7 +183,7 @@ def choose_min_cut(index: StepIndex, _argument: str) -> tuple[Choice, ...]:
 
 
 def _fewest_bytes(view: RegionView) -> Choice:
-    """Return the choice of one region (module call) under the strategy ``min-cut``: a minimum cut whose cost is the bytes kept.
+    """Return the choice of one region under the strategy ``min-cut``: a minimum cut whose cost is the bytes kept.
 
     In the cut's graph, a cheap op costs next to nothing to run again. Any other op costs infinity, so that it never runs again.
     A value that a product of backward reads is always kept and counts 0 bytes, because dropping this value saves nothing.
@@ -234,8 +236,7 @@ def choose_hybrid(index: StepIndex, argument: str) -> tuple[Choice, ...]:
 
 
 def _grouped(views: Sequence[RegionView], size: int) -> tuple[Choice, ...]:
-    """Return one choice for each of these regions (module calls), in groups of ``size`` consecutive regions: all values are
-    recomputed.
+    """Return one choice for each of these regions, in groups of ``size`` consecutive regions: all values are recomputed.
 
     The first region of a group keeps its input. The other regions of the group drop their inputs too.
     """
@@ -579,7 +580,7 @@ _MADE_IN_PARTS: dict[str, Callable[[RegionView], frozenset[int]]] = {
     "moe-act": _experts_activations,
 }
 """Maps the name of a part of a block that is not a module (``core`` in ``selective:core``) to a function. The function takes a
-region (module call) and returns the ids of the values that this part makes.
+region and returns the ids of the values that this part makes.
 """
 
 
@@ -588,14 +589,12 @@ def _module(view: RegionView, value: int) -> str:
 
 
 def _kept_outside(view: RegionView, pattern: re.Pattern[str]) -> frozenset[int]:
-    """Return the ids of those droppable values of a region (module call) that modules made whose path does not match the
-    pattern.
-    """
+    """Return the ids of those droppable values of a region that modules made whose path does not match the pattern."""
     return frozenset(v for v in view.droppable if not pattern.search(_module(view, v)))
 
 
 def _kept_outputs(view: RegionView, names: list[str]) -> frozenset[int]:
-    """Return the ids of those droppable values of a region (module call) that are outputs of the ops in ``names``.
+    """Return the ids of those droppable values of a region that are outputs of the ops in ``names``.
 
     ``mm/2`` means only every second ``mm``.
     """

@@ -1,6 +1,8 @@
 """Splits a step into windows of time. Each window gives one linear constraint on the bytes that regions (module calls) add to
 it.
 
+A choice says which saved values of a region (module call) are kept, recomputed or stored in another form.
+
 A window is a stretch of instants during which every region but at most one adds a constant. Then the peak of the window is a
 sum over regions: the constants of the others, and for the active region the joint maximum of fixed bytes and its own curve. If
 two regions are active at once (parallel branches), every instant is its own window, so the constraint stays exact. Waiting
@@ -70,8 +72,7 @@ def build_windows(index: StepIndex, sets: Sequence[ChoiceSet]) -> Windows:
 def _split(index: StepIndex, frames: Sequence[RegionFrame], stacks: Sequence[_Stack]) -> list[tuple[int, int]]:
     """Return the windows of a step as (first instant, end) pairs. A window is a stretch of the step.
 
-    In a window all regions (module calls) but at most one add constant bytes. If this is impossible, each instant is its own
-    window.
+    In a window all regions but at most one add constant bytes. If this is impossible, each instant is its own window.
     """
     cuts = {0, index.instants}
     if index.waiting:
@@ -97,11 +98,10 @@ def _split(index: StepIndex, frames: Sequence[RegionFrame], stacks: Sequence[_St
 
 
 class _Stack:
-    """Tables with the memory and time of all choices (what to keep or recompute) in one set, to find what each adds to a
-    window.
+    """Tables with the memory and time of all choices in one set, to find what each adds to a window.
 
     A window is a stretch of the step. The bytes that choices add to a window depend only on the window's ``key``. So regions
-    (module calls) that are alike share these bytes, and share which choices others beat.
+    that are alike share these bytes, and share which choices others beat.
     """
 
     def __init__(self, effects: Sequence[Effect]) -> None:
@@ -112,8 +112,8 @@ class _Stack:
         self._seconds = np.array([effect.seconds for effect in effects])
         self._shared = np.array([(effect.squared_error, effect.link_bytes) for effect in effects])
         self.reliefs: dict[Relief, Ints] = {}
-        """Bytes that choices (what to keep or recompute) do not add during a part of the time between forward and backward.
-        Maps each such part (a relief with size 0) to an array with the bytes for each choice.
+        """Bytes that choices do not add during a part of the time between forward and backward. Maps each such part (a relief
+        with size 0) to an array with the bytes for each choice.
         """
         for choice, effect in enumerate(effects):
             for relief in effect.relief:
@@ -124,16 +124,15 @@ class _Stack:
         self.has_exit_bytes = any(effect.exit_bytes for effect in effects)
         changes = np.flatnonzero((np.diff(self._curves, axis=1) != 0).any(axis=0))
         self.settles = int(changes[-1]) + 1 if len(changes) else 0
-        """For all choices (what to keep or recompute): how many instants after backward begins their bytes stop to change."""
+        """For all choices: how many instants after backward begins their bytes stop to change."""
         self._rows: dict[Hashable, Ints] = {}
         self._undominated: dict[tuple[Hashable, ...], list[int]] = {}
 
     def key(self, index: StepIndex, frame: RegionFrame, a: int, b: int) -> Hashable:
-        """Return a key that says where the window (stretch of the step) from instant a to b lies relative to a region (module
-        call).
+        """Return a key that says where the window (stretch of the step) from instant a to b lies relative to a region.
 
-        Equal keys mean that choices (what to keep or recompute) add equal bytes. The key contains the fixed bytes relative to
-        their maximum, so that alike regions have equal keys.
+        Equal keys mean that choices add equal bytes. The key contains the fixed bytes relative to their maximum, so that alike
+        regions have equal keys.
         """
         if b <= frame.entry or a >= frame.stop:
             return ("nothing",)
@@ -146,9 +145,7 @@ class _Stack:
         return ("between", *(relief for relief, (start, stop) in spans.items() if start <= a and b <= stop))
 
     def row(self, key: Hashable) -> Ints:
-        """Return an array with the bytes that each choice (what to keep or recompute) adds to the windows (stretches of the
-        step) that have this key.
-        """
+        """Return an array with the bytes that each choice adds to the windows (stretches of the step) that have this key."""
         if key not in self._rows:
             self._rows[key] = self._row(key)
         return self._rows[key]
@@ -168,7 +165,7 @@ class _Stack:
         return peaks
 
     def undominated(self, keys: tuple[Hashable, ...]) -> list[int]:
-        """Return the positions of the choices (what to keep or recompute) that no other choice dominates in these windows.
+        """Return the positions of the choices that no other choice dominates in these windows.
 
         ``keys`` give the windows (stretches of the step). A choice dominates another if it is at most as large in seconds,
         gradient error, bytes sent to host memory or disk, and bytes in each window.

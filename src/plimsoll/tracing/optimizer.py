@@ -1,5 +1,7 @@
 """Trace an optimizer's step on a copy of the optimizer, whose parameters and state do not use memory.
 
+A tick is a position among the ops.
+
 The traced step is the second one, so the optimizer's state exists, as in all of training except the first step. The real
 optimizer is only read.
 
@@ -68,17 +70,14 @@ class OptimizerLog:
         return self.tracer.tick + len(self.starts)
 
     def _moved(self, tick: int) -> int:
-        """Return the tick (position among the ops) of an op of the optimizer's step in the complete log, where transfers of
-        state are ops too.
+        """Return the tick of an op of the optimizer's step in the complete log, where transfers of state are ops too.
 
         ``tick`` is its position among the recorded ops, without transfers.
         """
         return tick + bisect.bisect_right(self.starts, tick)
 
     def _transfer(self, number: int) -> int:
-        """Return the tick (position among the ops), in the complete log of the optimizer's step, of the transfer of state
-        before a chunk of parameters.
-        """
+        """Return the tick of the transfer of state before a chunk of parameters, in the complete log of its step."""
         return self.starts[number] + number
 
     def ops(self) -> list[TraceOp]:
@@ -209,8 +208,8 @@ def _traced(
 def _in_chunks(
     twin: Optimizer, names: Mapping[int, str], chunks: Sequence[Collection[str]], tracer: StepTracer
 ) -> Iterator[int]:
-    """Step the chunks of an optimizer one after the other, and yield the tick (position among the ops) at which each ends. At
-    the end, the groups hold only the parameters of no chunk.
+    """Step the chunks of an optimizer one after the other, and yield the tick at which each ends. At the end, the groups hold
+    only the parameters of no chunk.
     """
     whole = [list(group["params"]) for group in twin.param_groups]
     members = [frozenset(chunk) for chunk in chunks]

@@ -1,4 +1,7 @@
-"""Checks a plan's claims by running the step: the verb ``verify``. It can also check a model's own checkpointing."""
+"""Checks a plan's claims by running the step: the verb ``verify``. It can also check a model's own checkpointing.
+
+The result is a receipt (the evidence for the plan).
+"""
 
 from __future__ import annotations
 
@@ -55,8 +58,8 @@ _STATE_NOISE = 0.01
 """A share of the plan's bytes. If the bytes of the optimizer state differ from the plan's by less than this share, they count
 as planned."""
 _SEVERITY = {verdict: index for index, verdict in enumerate(ReceiptVerdict)}
-"""A mapping from each verdict to a number, 0 for the worst. A receipt (the evidence for a plan) tests verdicts in this order,
-the order of ``ReceiptVerdict``.
+"""A mapping from each verdict to a number, 0 for the worst. A receipt tests verdicts in this order, the order of
+``ReceiptVerdict``.
 """
 
 
@@ -179,8 +182,7 @@ def _on_this_rank(
     depth: Depth,
     report: Progress,
 ) -> Receipt:
-    """Verify a plan on this rank, and return the receipt (the evidence for the plan). It has a confirmation if the plan was
-    made without the device.
+    """Verify a plan on this rank, and return the receipt. It has a confirmation if the plan was made without the device.
 
     If a compiled plan's gradient differs, two causes that do not blame the plan are tested one after the other: kernels that
     round at other places, then a wrong gradient of torch's own compiled step.
@@ -253,7 +255,7 @@ def _hold_plan(
     report: Progress,
     error_of_torch: float = 0.0,
 ) -> Receipt:
-    """Run the step with the plan and without it, and return the receipt (the evidence for the plan) that compares the two.
+    """Run the step with the plan and without it, and return the receipt that compares the two.
 
     Args:
         task: the model, batch and loss (``step.model`` may be inside of a wrapper, ``task.model``).
@@ -335,8 +337,7 @@ def _recording_and_steady(step: TrainingStep, evidence: Evidence, report: Progre
 
 
 def _with_casts_kept(step: TrainingStep, model: nn.Module, plan: Plan, receipt: Receipt) -> Receipt:
-    """Return the receipt (the evidence for the plan) with more tolerance for rounding, if the gradient differs only because
-    kernels round elsewhere.
+    """Return the receipt with more tolerance for rounding, if the gradient differs only because kernels round elsewhere.
 
     Otherwise return the receipt unchanged.
     """
@@ -349,9 +350,7 @@ def _with_casts_kept(step: TrainingStep, model: nn.Module, plan: Plan, receipt: 
 
 
 def _claims(plan: Plan) -> dict[str, Any]:
-    """Return those fields of a plan that its receipt (the evidence for the plan) repeats, as keyword arguments for
-    ``make_receipt``.
-    """
+    """Return those fields of a plan that its receipt repeats, as keyword arguments for ``make_receipt``."""
     return {
         "model": plan.model,
         "fingerprint": plan.fingerprint,
@@ -408,7 +407,7 @@ def _notes(step: TrainingStep, plan: Plan, absent_bytes: int) -> tuple[str, ...]
 
 
 def _worst_receipt(agreement: Agreement, receipt: Receipt, plan: Plan) -> Receipt:
-    """Return the receipt (the evidence for the plan) of the rank with the worst verdict, and add a note about all ranks.
+    """Return the receipt of the rank with the worst verdict, and add a note about all ranks.
 
     Among ranks with the same verdict, the rank with the least room below its budget counts.
     """

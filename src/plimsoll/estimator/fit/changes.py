@@ -50,7 +50,7 @@ class _Finder:
 
     @property
     def shape(self) -> Shape:
-        """The micro-batch (examples and tokens) of the smallest point (a micro-batch and sequence) of the search."""
+        """The micro-batch (examples and tokens) of the smallest point of the search."""
         return Shape(self.smallest.micro_batch, self.smallest.sequence)
 
     def changes(self) -> Iterator[FitChange]:

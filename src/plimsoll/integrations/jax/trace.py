@@ -31,9 +31,7 @@ takes.
 """
 _EFFECTS = ("callback", "print", "infeed", "outfeed")
 _INSIDE = -1
-"""The number for everything that jax itself holds of a region (a part that a plan manages). It is used instead of the number of
-one value.
-"""
+"""The number for everything that jax itself holds of a region. It is used instead of the number of one value."""
 INSIDE = "inside"
 """The name in plans for everything that jax itself holds of a region (a part that a plan manages).
 
@@ -85,8 +83,7 @@ def obstacle_of(region: Region) -> str:
 
 
 def _worth_holding(program: ArrayProgram, region: Region, clock: Clock) -> frozenset[int]:
-    """Return the values of a region (a part of the function that a plan manages) that are worth holding at some price of
-    memory.
+    """Return the values of a region that are worth holding at some price of memory.
 
     These are the values that some minimum cut holds, at the price of the time that holding takes, or at a higher price.
     """
@@ -176,7 +173,7 @@ class _Builder:
 
 
 class _Part:
-    """Builds one region (a part that a plan manages) of the traced step, with its forward and its backward."""
+    """Builds one region of the traced step, with its forward and its backward."""
 
     def __init__(self, builder: _Builder, region: Region, index: int, candidates: frozenset[int]) -> None:
         self.builder, self.region, self.index = builder, region, index
@@ -324,7 +321,7 @@ class _Part:
         self.order = sorted(range(len(self.slots)), key=lambda slot: (self.slots[slot].unpacked, slot))
 
     def call(self) -> RegionCall:
-        """Return the finished region (a part that a plan manages) with its graph, in the form that the planner reads."""
+        """Return the finished region with its graph, in the form that the planner reads."""
         outputs = tuple(self.number[at] for at in self.region.part.outputs if isinstance(at, int) and at in self.number)
         graph = RegionGraph(
             values=tuple(self.values),

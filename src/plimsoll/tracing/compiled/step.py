@@ -5,6 +5,7 @@ The eager step shows what is outside of compiled parts, which regions (planned m
 batch, gradients and the optimizer's state live. A compiled part is a joint graph (forward and backward in one graph), or
 several if the graph breaks. Its kernels replace the ops that the part ran eagerly: forward kernels in its forward, backward
 kernels in its backward. Its inputs and outputs keep their storages. Storages inside the part belong to the graph.
+A tick is a position among the ops.
 
 Each region of a part becomes a region call. Its slots (saved tensors) are the buffers that backward reads. If a fused kernel is
 the last reader of a buffer and makes an output of equal size, the output is written into that buffer, as inductor does.
@@ -71,13 +72,11 @@ class _Weaver:
         self.storages: list[Storage] = []
         self.regions: list[RegionCall] = []
         self._new: list[int] = []
-        """A list with the new tick (position among the ops) of each old tick. For the tick of a replaced op, it is the tick
-        where the unit's kernels end.
+        """A list with the new tick of each old tick. For the tick of a replaced op, it is the tick where the unit's kernels
+        end.
         """
         self._moments: dict[int, int] = {}
-        """A mapping from the old tick (position among the ops) of the first op that kernels replace to the new tick where these
-        kernels begin.
-        """
+        """A mapping from the old tick of the first op that kernels replace to the new tick where these kernels begin."""
 
     def weave(self) -> None:
         """Fill the lists of the new trace: first the ops in order, then the storages, then the regions (planned modules). The
@@ -140,16 +139,14 @@ class _Weaver:
         return old if old < 0 else self._new[min(old, len(self._new) - 1)]
 
     def moment(self, old: int) -> int:
-        """Return the tick (position among the ops) in the new trace where an op of the eager step begins.
+        """Return the tick in the new trace where an op of the eager step begins.
 
         For the first op that kernels replace, it is the tick where these kernels begin.
         """
         return self._moments.get(old, self.new_tick(old))
 
     def _moved(self, call: RegionCall, kept: Mapping[int, int]) -> RegionCall:
-        """Return a copy of the call of an eager region (planned module), with all its ticks (positions among the ops) changed
-        to ticks of the new trace.
-        """
+        """Return a copy of the call of an eager region (planned module), with all ticks changed to ticks of the new trace."""
         graph, replace = call.graph, msgspec.structs.replace
         moved = RegionGraph(
             values=tuple(replace(value, storage=kept.get(value.storage, -1)) for value in graph.values),
@@ -236,8 +233,8 @@ class _Piece:
         self._aliases: dict[fx.Node, fx.Node] = {}
         """A mapping from an input of a later graph to the node of an earlier graph that makes it."""
         self._handed_back: dict[fx.Node, int] = {}
-        """A mapping from a gradient that a later graph makes for an earlier graph to the tick (position among the ops) where
-        the earlier graph's backward ends.
+        """A mapping from a gradient that a later graph makes for an earlier graph to the tick where the earlier graph's
+        backward ends.
         """
         self._lasting = {n for graph in self.graphs for n in (*graph.forward_outputs, *graph.gradients)}
         self._made_in_backward = {node for node, kernel in self.maker.items() if kernel.is_backward}
@@ -384,8 +381,8 @@ class _Piece:
             storages[storage.id] = msgspec.structs.replace(storage, dies=dies, is_overwritten=is_overwritten)
 
     def _ends(self, node: fx.Node, readers: Sequence[Kernel]) -> tuple[int, bool]:
-        """Return the tick (position among the ops) when a buffer is freed, which is when the last of ``readers`` has run.
-        Return also whether that kernel writes an output of its own into the buffer.
+        """Return the tick when a buffer is freed, which is when the last of ``readers`` has run. Return also whether that
+        kernel writes an output of its own into the buffer.
         """
         if not readers:
             return 0, False

@@ -39,9 +39,7 @@ _RUN = "TORCHELASTIC_RUN_ID"
 Other launchers set some of ``_VARIABLES`` for whole machines, so those do not prove that torchrun started the process.
 """
 _LOADING_SECONDS = 600.0
-"""How many seconds ranks wait for each other to load the target (a model with its batch). They may build the same model at very
-different speeds.
-"""
+"""How many seconds ranks wait for each other to load the target. They may build the same model at very different speeds."""
 _PARTING_SECONDS = 30.0
 _LOADED = "loaded"
 """The start of a key in torchrun's store.
@@ -177,7 +175,7 @@ class Crew:
         self.has_joined = True
 
     def _not_loaded(self) -> RankMissing:
-        """Return the error for ranks that did not load the target (a model with its batch) in time.
+        """Return the error for ranks that did not load the target in time.
 
         The error names them if torchrun's store knows them.
         """

@@ -180,8 +180,8 @@ def _is_about(receipt: Receipt, plan: Plan) -> bool:
 
 
 def _set_apart(artifacts: Sequence[Artifact], documents: Sequence[Document]) -> list[Document]:
-    """Find receipts (evidence for one plan) whose plan is not on the page, move their documents (the contents of saved results)
-    to the end, and return all documents.
+    """Find receipts (evidence for one plan) whose plan is not on the page, move their documents to the end, and return all
+    documents.
 
     A moved document gets a neutral colour and the name of its plan.
     """
@@ -267,8 +267,8 @@ def _price_of_run(estimate: Estimate) -> list[tuple[str, str, str]]:
 
 
 def _refuse_other(source: str, about: Subject, other_source: str, other: Subject) -> None:
-    """Raise an error if two documents (the contents of saved results) name different models or batches. ``source`` and
-    ``other_source`` name the documents in the error.
+    """Raise an error if two documents name different models or batches. ``source`` and ``other_source`` name the documents in
+    the error.
     """
     advice = "make a separate page for each: `plimsoll report FILE -o page.html`"
     if _differ(about.model, other.model) or _differ(about.fingerprint, other.fingerprint):
@@ -296,7 +296,7 @@ def _model(about: Subject) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Page:
-    """Data for the page's template: the documents (the contents of saved results), and the figures at the top."""
+    """Data for the page's template: the documents, and the figures at the top."""
 
     documents: Sequence[Document]
     numbers: Sequence[tuple[str, str, str]]
@@ -331,9 +331,7 @@ class _Page:
 
     @property
     def sections(self) -> list[Section]:
-        """The sections of all documents (the contents of saved results) in order: pictures, evidence, details, notes, and at
-        last versions.
-        """
+        """The sections of all documents in order: pictures, evidence, details, notes, and at last versions."""
         kinds = Counter(document.source for document in self.documents)
         seen: Counter[str] = Counter()
         found = []
@@ -356,14 +354,12 @@ class _Page:
         return list((rows | devices).items())
 
     def _first(self, field: str) -> str:
-        """Return a field of the subject from the first document (the content of a saved result) that fills the field, or an
-        empty text.
-        """
+        """Return a field of the subject from the first document that fills the field, or an empty text."""
         return next((text for d in self.documents if (text := getattr(d.about, field))), "")
 
 
 def _marked(section: Section, mark: str) -> Section:
-    """Add a mark to a section's title, so that a reader can tell apart documents (the contents of saved results) of one kind.
+    """Add a mark to a section's title, so that a reader can tell apart documents of one kind.
 
     The section with the frontier chart gets no mark, because all documents share it.
     """

@@ -1,7 +1,8 @@
 """Makes the document (the content to show) of a plan: figures, memory over the step and its holders, and each decision with its
 reason.
 
-A holder is a module, parameter or tensor that owns memory at the moment of the peak.
+A region is a module that the plan decides about. A holder is a module, parameter or tensor that owns memory at the moment of
+the peak.
 """
 
 from __future__ import annotations
@@ -41,9 +42,7 @@ _HOLDERS_SHOWN = 5
 _OUTPUT = re.compile(r"#\d+(\.\d+)?$")
 """Matches the end of a label such as ``mm#3.1``: the number of the op's call, and the number of the call's output."""
 _REBUILT = " rebuilt "
-"""The word between a region (a module that the plan decides about) and a value in the label of a tensor that backward has
-rebuilt.
-"""
+"""The word between a region and a value in the label of a tensor that backward has rebuilt."""
 
 
 def view_plan(plan: Plan) -> Document:
@@ -256,8 +255,7 @@ def _holders(plan: Plan, peak: Peak, title: str) -> Table:
 def _grouped(holders: Sequence[Holder], regions: Sequence[str]) -> list[tuple[str, int]]:
     """Return pairs of a label and its bytes, the largest first. A label names a group of tensors in memory.
 
-    Values of one kind of region (a module that the plan decides about) form a group. Outside of regions, the outputs of one op
-    form a group.
+    Values of one kind of region form a group. Outside of regions, the outputs of one op form a group.
     """
     groups: dict[tuple[str, str], list[tuple[Holder, str]]] = {}
     for holder in holders:
@@ -315,7 +313,7 @@ def decisions_table(plan: Plan) -> Table:
 
 
 def _engine(region: RegionPlan) -> str:
-    """Return in words what rebuilds the dropped values of a region (a module that the plan decides about) in backward."""
+    """Return in words what rebuilds the dropped values of a region in backward."""
     return f"recipe, or its forward (reads values: {region.value_read})" if region.value_read else "recipe"
 
 
@@ -373,26 +371,22 @@ class RegionGroup:
 
     @property
     def first(self) -> RegionPlan:
-        """The first region (a module that the plan decides about) of the group. Its decisions are those of all regions of the
-        group.
-        """
+        """The first region of the group. Its decisions are those of all regions of the group."""
         return self.regions[0]
 
     @property
     def retained_bytes(self) -> int:
-        """The number of bytes that this group of regions (modules that the plan decides about) holds between forward and
-        backward.
-        """
+        """The number of bytes that this group of regions holds between forward and backward."""
         return sum(region.retained_bytes for region in self.regions)
 
     @property
     def saved_bytes(self) -> int:
-        """The number of bytes that this group of regions (modules that the plan decides about) would hold without a plan."""
+        """The number of bytes that this group of regions would hold without a plan."""
         return sum(decision.bytes for region in self.regions for decision in region.decisions)
 
     @property
     def replay_seconds(self) -> float:
-        """The seconds per step that this group of regions (modules that the plan decides about) spends on running ops again."""
+        """The seconds per step that this group of regions spends on running ops again."""
         return sum(region.replay_seconds for region in self.regions)
 
 

@@ -249,8 +249,7 @@ def _intermediate(intermediate: Intermediate) -> tuple[str, str, str]:
 
 
 def _droppable(receipt: Receipt) -> str:
-    """Return a text about how much a plan could save: the share of activations in regions (modules that the plan decides about)
-    that could be dropped.
+    """Return a text about how much a plan could save: the share of activations in regions that could be dropped.
 
     Regions that keep everything under the plan were not measured.
     """
@@ -276,8 +275,8 @@ def _mismatches(mismatches: Sequence[Mismatch], title: str) -> Table:
 
 
 def _engines(receipt: Receipt) -> list[tuple[str, ...]]:
-    """Return the table rows that say how regions (modules that the plan decides about) ran: one row for each way and reason,
-    with the regions' names and the bytes that they dropped.
+    """Return the table rows that say how regions ran: one row for each way and reason, with the regions' names and the bytes
+    that they dropped.
     """
     groups: dict[tuple[str, str], list[str]] = {}
     dropped: Counter[tuple[str, str]] = Counter()
