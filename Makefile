@@ -61,7 +61,7 @@ types: $(STAMP)  ## check the types
 
 # What a change is tried with while it is made: the heart of the rooms that need one process, without files that take seconds.
 QUICK = tests/{artifacts,distributed,test_architecture.py,test_errors.py,test_long_tests.py,test_metering.py,test_units.py} \
-	tests/planning/costing tests/planning/test_{choice,cut,events,expressions,replay_schedule,sending,simulate,solve,strategies}.py \
+	tests/planning/costing tests/planning/test_{choice,cut,describe,expressions,replay_schedule,sending,simulate,solve,strategies}.py \
 	tests/tracing/recorder tests/tracing/test_{peaks,regions,rows,trace,workspaces}.py \
 	tests/engine/{chunked_loss,offload,optimizer_state} \
 	tests/engine/test_{layouts,lifecycle,memory,replay_rng,tiles,transfers}.py
