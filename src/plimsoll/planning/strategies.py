@@ -100,8 +100,7 @@ def choose_full(index: StepIndex, _argument: str) -> tuple[Choice, ...]:
 
 
 def choose_every(index: StepIndex, argument: str) -> tuple[Choice, ...]:
-    """Return one choice (what to keep or recompute) for each region (module call); k consecutive regions form a group, and
-    ``argument`` is k.
+    """Return one choice for each region; k consecutive regions form a group, and ``argument`` is k.
 
     Each group keeps only the input of its first region. In backward, all regions of the group are recomputed from this input.
     """
@@ -109,8 +108,7 @@ def choose_every(index: StepIndex, argument: str) -> tuple[Choice, ...]:
 
 
 def choose_first(index: StepIndex, argument: str) -> tuple[Choice, ...]:
-    """Return one choice (what to keep or recompute) for each region: the first n regions (module calls) keep only their inputs,
-    the others keep everything.
+    """Return one choice for each region: the first n regions keep only their inputs, the others keep everything.
 
     ``argument`` is n.
     """
@@ -119,8 +117,7 @@ def choose_first(index: StepIndex, argument: str) -> tuple[Choice, ...]:
 
 
 def choose_nth(index: StepIndex, argument: str) -> tuple[Choice, ...]:
-    """Return one choice (what to keep or recompute) for each region: each k-th region (module call) keeps only its input, the
-    others keep everything.
+    """Return one choice for each region: each k-th region keeps only its input, the others keep everything.
 
     ``argument`` is k.
     """
@@ -129,7 +126,7 @@ def choose_nth(index: StepIndex, argument: str) -> tuple[Choice, ...]:
 
 
 def choose_sqrt(index: StepIndex, _argument: str) -> tuple[Choice, ...]:
-    """Return one choice (what to keep or recompute) for each of the n regions (module calls), in groups of about √n regions.
+    """Return one choice for each of the n regions, in groups of about √n regions.
 
     Each group keeps only the input of its first region. In backward, all regions of the group are recomputed from this input.
     """
@@ -216,18 +213,16 @@ def choose_form(index: StepIndex, name: str) -> tuple[Choice, ...]:
 
 
 def choose_offload_inputs(index: StepIndex, _argument: str) -> tuple[Choice, ...]:
-    """Return one choice (what to keep or recompute) for each region: it offloads its input, and recomputes everything else from
-    it.
+    """Return one choice for each region: it offloads its input, and recomputes everything else from it.
 
-    The last region (module call) keeps its input: its backward begins at once, so nothing would hide the transfers.
+    The last region keeps its input: its backward begins at once, so nothing would hide the transfers.
     """
     sent = send_kept(index, choose_full(index, ""))
     return (*sent[:-1], *choose_full(index, "")[-1:])
 
 
 def choose_hybrid(index: StepIndex, argument: str) -> tuple[Choice, ...]:
-    """Return one choice (what to keep or recompute) for each region: the first N regions (module calls) compress their values,
-    the others are recomputed in groups of k.
+    """Return one choice for each region: the first N regions compress their values, the others are recomputed in groups of k.
 
     ``argument`` is ``N,k``.
     """

@@ -79,7 +79,7 @@ def assemble(log: StepLog, optimizer: OptimizerLog | None, *, beside: Mapping[st
 
 
 def _attribute(log: StepLog) -> list[int]:
-    """Return a list with the index of the region (planned module) of each op, or -1 for an op outside of regions.
+    """Return a list with the index of the region of each op, or -1 for an op outside of regions.
 
     In forward, the position of the op decides. In backward, the autograd node that runs the op decides.
     """
@@ -166,7 +166,7 @@ def _storages(log: StepLog, optimizer: OptimizerLog | None) -> tuple[list[Storag
 
 
 def _managed_slots(region: RegionLog) -> list[bool]:
-    """Return a list that says for each slot (saved tensor) of a region (planned module) whether a plan may decide about it.
+    """Return a list that says for each slot (saved tensor) of a region whether a plan may decide about it.
 
     A plan may not decide if the slot holds a parameter, or a tensor that was written after it was saved.
     """
@@ -202,7 +202,7 @@ def _released(log: StepLog, record: SlotRecord) -> int:
 def _buffers(log: StepLog) -> dict[int, str]:
     """Return a mapping from storage to label, for storages that only carry other tensors through a collective.
 
-    They are made in the step, outside of regions (planned modules), and are not gradients.
+    They are made in the step, outside of regions, and are not gradients.
     """
     tracer = log.tracer
     found: dict[int, str] = {}
@@ -267,9 +267,7 @@ def _region(
 
 
 def _is_emptied(tracer: StepTracer, region: RegionLog, until: int) -> bool:
-    """Return True if the storage of a parameter is emptied between the forward and the backward of a region (planned
-    module).
-    """
+    """Return True if the storage of a parameter is emptied between the forward and the backward of a region."""
     storages = [
         tracer.values[value].storage for value, (origin, _) in region.leaves.items() if origin is Origin.PARAMETER
     ]

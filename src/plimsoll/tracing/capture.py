@@ -401,9 +401,7 @@ class StepCapture:
         return storage in self._parameter_storages or storage in self.tracer.fillings or is_gathered_by_zero(tensor)
 
     def _region(self, name: str, module: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Takes the place of the forward of a region (planned module) in a traced step: run the forward, log the call, and
-        return the output.
-        """
+        """Takes the place of the forward of a region in a traced step: run the forward, log the call, and return the output."""
         if not torch.is_grad_enabled():
             return original(*args, **kwargs)
         outer = self._running
@@ -430,7 +428,7 @@ class StepCapture:
         return output
 
     def _is_outside(self) -> bool:
-        """Return True if no region (planned module) runs and no other code has put hooks on saved tensors."""
+        """Return True if no region runs and no other code has put hooks on saved tensors."""
         return _is_on_top(self._outside) if self._watches_outside else top_saved_hooks(True) is None
 
     def _without_hooks(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -443,8 +441,8 @@ class StepCapture:
             push_saved_hooks(self._outside.pack, self._outside.unpack)
 
     def _refuse_hooks_inside(self) -> None:
-        """Raise ``InvalidModel`` if other saved-tensor hooks are active inside a region (planned module), such as those of
-        checkpointing. Plimsoll's hooks then do not see what the region's ops save.
+        """Raise ``InvalidModel`` if other saved-tensor hooks are active inside a region, such as those of checkpointing.
+        Plimsoll's hooks then do not see what the region's ops save.
         """
         log = self._running
         if log is not None and torch.is_grad_enabled() and not _is_on_top(log.book):

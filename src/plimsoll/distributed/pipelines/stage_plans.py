@@ -92,9 +92,7 @@ def apply_stages(
 
 
 def _assigned(rank: RankSchedule, plans: Mapping[int, Plan] | str | Path) -> dict[int, Plan]:
-    """Return the plans of this rank by stage. Their regions (planned modules) get the names that they have in the stages'
-    modules.
-    """
+    """Return the plans of this rank by stage. Their regions get the names that they have in the stages' modules."""
     if isinstance(plans, str | Path):
         mine = _read(rank, Path(plans))
     else:
@@ -134,9 +132,7 @@ def _check_stages(rank: RankSchedule, plans: object) -> None:
 
 
 def _read(rank: RankSchedule, directory: Path) -> dict[int, Plan]:
-    """Read the plan files of this rank, and return the plans by stage. A file belongs to the one stage that has its regions
-    (planned modules).
-    """
+    """Read the plan files of this rank, and return the plans by stage. A file belongs to the one stage that has its regions."""
     paths = sorted(directory.glob(f"rank-{rank.rank}-stage-*.json"))
     if not paths:
         raise PlanFileError(
@@ -196,7 +192,7 @@ def _missing(plan: Plan, module: nn.Module) -> list[str]:
 
 
 def _places(name: str, module: nn.Module) -> list[str]:
-    """Return the paths of the modules that the name of a region (planned module) matches.
+    """Return the paths of the modules that the name of a region matches.
 
     This is the name itself if it is a path. Else it is the longest path that is an end of the name. Else it is all paths that
     end with the name.

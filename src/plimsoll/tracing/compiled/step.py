@@ -79,8 +79,8 @@ class _Weaver:
         """A mapping from the old tick of the first op that kernels replace to the new tick where these kernels begin."""
 
     def weave(self) -> None:
-        """Fill the lists of the new trace: first the ops in order, then the storages, then the regions (planned modules). The
-        optimizer's storages come last, as in every trace.
+        """Fill the lists of the new trace: first the ops in order, then the storages, then the regions. The optimizer's
+        storages come last, as in every trace.
         """
         self._order()
         optimizers = [s for s in self.eager.storages if self._is_optimizers(s)]
@@ -146,7 +146,7 @@ class _Weaver:
         return self._moments.get(old, self.new_tick(old))
 
     def _moved(self, call: RegionCall, kept: Mapping[int, int]) -> RegionCall:
-        """Return a copy of the call of an eager region (planned module), with all ticks changed to ticks of the new trace."""
+        """Return a copy of the call of an eager region, with all ticks changed to ticks of the new trace."""
         graph, replace = call.graph, msgspec.structs.replace
         moved = RegionGraph(
             values=tuple(replace(value, storage=kept.get(value.storage, -1)) for value in graph.values),
@@ -173,8 +173,8 @@ class _Weaver:
         )
 
     def _obstacle(self, call: RegionCall) -> str:
-        """Return the reason why the engine (the code that runs plans) cannot manage a region (planned module) that runs
-        eagerly, or "" if it can.
+        """Return the reason why the engine (the code that runs plans) cannot manage a region that runs eagerly, or "" if it
+        can.
         """
         around = next((place.part for place in self.places.values() if call in place.inner), None)
         if around is not None and not around.path:
@@ -212,9 +212,7 @@ class _Weaver:
 
 
 class _Piece:
-    """Adds to the new trace what belongs to one call of a unit (a module under torch.compile): its storages and its regions
-    (planned modules).
-    """
+    """Adds to the new trace what belongs to one call of a unit (a module under torch.compile): its storages and its regions."""
 
     def __init__(self, weaver: _Weaver, place: UnitPlace, kept: Mapping[int, int]) -> None:
         self.weaver, self.place, self.kept = weaver, place, kept
@@ -366,7 +364,7 @@ class _Piece:
     def _close_lives(self) -> None:
         """End the life of each buffer after its last reader in its own phase (forward or backward).
 
-        If backward outside of regions (planned modules) reads a buffer, the buffer lives until then.
+        If backward outside of regions reads a buffer, the buffer lives until then.
         """
         storages = self.weaver.storages
         for node, kernel in self.maker.items():
@@ -414,9 +412,7 @@ class _Piece:
             self._region(name)
 
     def _region(self, name: str) -> None:
-        """Add one region (planned module) of the unit (compiled module) to the new trace: its ops, storages, saved tensors and
-        graph.
-        """
+        """Add one region of the unit (compiled module) to the new trace: its ops, storages, saved tensors and graph."""
         forward = [k for k in self.place.forward if k.region == name]
         backward = [k for k in self.place.backward if k.region == name]
         index = len(self.weaver.regions)
@@ -451,8 +447,8 @@ class _Piece:
         return bool(self.place.part.path) and len(calls) == len(self.graphs) == 1 and not self.place.inner
 
     def _graph(self, name: str, forward: Sequence[Kernel], backward: Sequence[Kernel]) -> RegionGraph:
-        """Return the graph of a region (planned module). Its ops are kernels, one for each buffer that can be recomputed alone;
-        its values are buffers.
+        """Return the graph of a region. Its ops are kernels, one for each buffer that can be recomputed alone; its values are
+        buffers.
         """
         values: dict[fx.Node, Value] = {}
         runs = [(again, self.ticks[kernel]) for kernel in forward for again in kernel.again]
@@ -524,8 +520,8 @@ class _Piece:
         return "is read by another region" if any(r.is_backward and r.region != kernel.region for r in readers) else ""
 
     def _leaves(self, node: fx.Node, region: str) -> bool:
-        """Return True if a buffer is an output of its region (planned module): another region's forward, or the caller of the
-        compiled module, uses it.
+        """Return True if a buffer is an output of its region: another region's forward, or the caller of the compiled module,
+        uses it.
         """
         return any(r.region != region and not r.is_backward for r in self.readers[node]) or any(
             node in graph.forward_outputs for graph in self.graphs
