@@ -150,6 +150,26 @@ def test_attributes_of_modules_are_put_back_to_any_depth():
 
 
 @pytest.mark.long
+def test_a_learning_rate_that_the_step_changes_before_it_fails_is_put_back():
+    training = Training(2)
+    rates, batch = [], torch.randn(64, WIDTH)
+
+    def step() -> None:
+        training.optimizer.param_groups[0]["lr"] *= 0.5
+        rates.append(training.optimizer.param_groups[0]["lr"])
+        loss = mean_square(training.model(batch))
+        loss.backward()
+        if len(rates) == 3:
+            raise torch.OutOfMemoryError("in backward")
+        training.optimizer.step()
+        training.optimizer.zero_grad()
+
+    with plimsoll.attach(training.model, "1GiB", optimizer=training.optimizer) as handle:
+        for _ in range(3):
+            handle.step(step)
+    assert rates == [5e-3, 2.5e-3, 1.25e-3, 1.25e-3]
+
+
 def test_gradients_that_were_there_are_there_again():
     training = Training()
     with training.managed("attach") as handle:

@@ -203,6 +203,23 @@ def test_parts_that_prepare_a_batch_or_belong_to_the_loss_change_nothing():
     assert max(found.peaks_planned[-2:]) >= 0.9 * expected.peaks_planned[-1]
 
 
+def test_parts_that_were_called_beside_the_model_once_are_still_noticed_when_they_are_trained_alone():
+    torch.manual_seed(0)
+    model, x = Model(), torch.randn(ROWS, WIDTH)
+    with plimsoll.attach(model, "20MiB"), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for number in range(8):
+            if number < 5:
+                loss = mean_square(model.forward(x)) if number == 3 else torch.zeros(())
+                loss = loss + mean_square(model(x))
+            else:
+                loss = mean_square(model.forward(x))
+            loss.backward()
+            del loss
+            model.zero_grad()
+    assert any("a plan was not chosen for a training step" in str(each.message) for each in caught)
+
+
 def test_calls_of_parts_whose_results_are_dropped_are_no_steps():
     def step(model: Model, number: int) -> None:
         for _ in range(3):

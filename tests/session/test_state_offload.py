@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import msgspec
 import pytest
 import torch
@@ -204,6 +206,14 @@ def test_state_that_the_loop_reads_between_steps_is_not_counted_in_the_next_one(
         assert 0 < handle.plan.state.resident_bytes < handle.plan.state.state_bytes
         assert handle._steps.held.state_bytes <= handle.plan.state.resident_bytes
         assert handle._known.room.account.optimizer_state == 0
+
+
+def test_the_model_can_be_pickled_while_its_state_is_offloaded(plan):
+    model = Model()
+    with plimsoll.apply(model, plan, optimizer=adamw(model.parameters())):
+        again = pickle.loads(pickle.dumps(model))
+    assert all(map(torch.equal, model.parameters(), again.parameters()))
+    loss_of(again(batch())).backward()
 
 
 def test_a_loop_with_closures_trains_equal_weights(plan):

@@ -54,6 +54,8 @@ class PartCalls:
         """Parts that ran before a call of the model in the same step, such as an embedding. They do not begin a step of their
         own.
         """
+        self._trained_alone: set[str] = set()
+        """Parts that a backward has reached in a step without a call of the model. They always begin a step of their own."""
         self.seen = ""
         """The first part that was ever called outside of the model's own calls, or ""."""
 
@@ -87,12 +89,15 @@ class PartCalls:
     def model_called(self) -> None:
         """Note that the model itself is called. Calls of parts that still wait for a backward have prepared this call."""
         if len(self._graphs):
-            self._preparing.update(self._names)
+            self._preparing.update(self._names.keys() - self._trained_alone)
         self.end_step()
 
     def end_step(self) -> None:
         """Forget the calls of the running step."""
         if self._names:
+            if self._graphs.has_backward:
+                self._trained_alone.update(self._names)
+                self._preparing -= self._trained_alone
             self._names = {}
             self._graphs.begin()
 
@@ -101,6 +106,8 @@ class PartCalls:
             if not (torch.is_grad_enabled() and part.training) or self._is_within_step():
                 return
             self.seen = self.seen or name
+            if self.has_backward and not self.first:
+                self.end_step()  # a step of parts that had only prepared calls of the model so far
             # If the first part is called again and nothing waits for a backward, the loop has dropped what it made before.
             is_dropped = name == self.first and not len(self._graphs)
             has_begun = self.first and not self.has_backward and not is_dropped

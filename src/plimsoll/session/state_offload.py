@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Collection
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,6 +22,7 @@ from torch.optim import Optimizer
 
 from plimsoll.artifacts.forms import LinkCost
 from plimsoll.artifacts.offloaded_state import LEAST_STATE_BYTES, OffloadedState
+from plimsoll.engine.copies import ModelHook
 from plimsoll.engine.offload.measure import link_speed
 from plimsoll.engine.offload.open import default_link_name, open_link
 from plimsoll.engine.optimizer_state.by_parameter import check_steps_by_parameter
@@ -204,7 +206,10 @@ class StateAtWork:
             link.close()
             raise
         # Before hooks that look at what the loop holds: a loop that logs norms of its state reads it between steps.
-        self._hook = model.register_forward_pre_hook(lambda *_: self.offload.leave(), prepend=True)
+        self._hook = model.register_forward_pre_hook(ModelHook(model, self._before), prepend=True)
+
+    def _before(self, *_: Any) -> None:
+        self.offload.leave()
 
     def remove(self) -> None:
         """Bring all state back. Calling it twice does no harm."""

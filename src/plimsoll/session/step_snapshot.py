@@ -1,9 +1,9 @@
 """A copy of all state that a training step may change, so that a step that ran out of memory can be run again.
 
-When a step begins, these are copied: random states, buffers, module attributes and flags, existing gradients, gradient scalers
-and learning-rate schedulers. Parameters and optimizer state are written only by optimizers, so they are copied when an
-optimizer is about to step. During forward and backward no copy of them exists. Copies from a GPU are in host memory, except
-small ones.
+When a step begins, these are copied: random states, buffers, module attributes and flags, existing gradients, gradient scalers,
+learning-rate schedulers, and the hyperparameters of optimizers. Parameters and optimizer state are written only by optimizers,
+so they are copied when an optimizer is about to step. During forward and backward no copy of them exists. Copies from a GPU are
+in host memory, except small ones.
 
 Two kinds of changes cannot be undone: other code than an optimizer writes to a parameter, or the step writes to a tensor of the
 batch. Version counters detect them. A write through ``.data`` is not detected.
@@ -39,18 +39,33 @@ _SMALL_BYTES = 2**16
 
 
 class Companions:
-    """Gradient scalers and learning-rate schedulers of this process.
+    """Gradient scalers, learning-rate schedulers and optimizers of this process.
 
     They cannot be found by hooks, so all objects of the process are searched for them, once.
     """
 
     def __init__(self) -> None:
         gc.collect()
-        self._found = [weakref.ref(thing) for thing in instances_of(GradScaler, LRScheduler)]
+        self._found = [weakref.ref(thing) for thing in instances_of(GradScaler, LRScheduler, Optimizer)]
 
     def alive(self) -> list[Any]:
-        """Return the scalers and schedulers that still exist."""
+        """Return the objects that still exist."""
         return [thing for reference in self._found if (thing := reference()) is not None]
+
+
+class _KeptHyperparameters:
+    """The values of an optimizer's parameter group when the step begins, apart from its parameters: a loop may change the
+    learning rate before the optimizer steps.
+    """
+
+    def __init__(self, group: dict[str, Any]) -> None:
+        self._group, self._values = group, {name: value for name, value in group.items() if name != "params"}
+        self._contents = KeptContents(self._values.values())
+
+    def put_back(self) -> None:
+        """Restore the values."""
+        self._group.update(self._values)
+        self._contents.put_back()
 
 
 class StepSnapshot:
@@ -58,7 +73,7 @@ class StepSnapshot:
     afterwards.
     """
 
-    def __init__(self, model: nn.Module, companions: Iterable[Any], given: Any) -> None:
+    def __init__(self, model: nn.Module, companions: Collection[Any], given: Any) -> None:
         self._model = model
         self._given = KeptContents([given], with_tensors=False)
         self._random, self._state = RandomState(), KeptState(model, kept_copy)
@@ -68,7 +83,10 @@ class StepSnapshot:
         self._gradients = [(parameter, _KeptGradient(gradient_of(parameter))) for parameter, _ in self._parameters]
         self._waiting = KeptWaiting(model)
         self._numbers = [_KeptGradient(gradient) for _, _, gradient in self._waiting.places]
-        self._companions = KeptContents(map(vars, companions))
+        optimizers = [each for each in companions if isinstance(each, Optimizer)]
+        self._companions = KeptContents([vars(each) for each in companions if not isinstance(each, Optimizer)])
+        groups = [group for each in optimizers for group in vars(each).get("param_groups", ())]
+        self._hyperparameters = [_KeptHyperparameters(group) for group in groups]
         # Buffers and parameters are copied above, even if other objects hold them too.
         parts = {id(tensor) for tensor in (*model.buffers(), *(parameter for parameter, _ in self._parameters))}
         values = [value for module in model.modules() for value in attributes_of(module).values()]
@@ -116,6 +134,8 @@ class StepSnapshot:
         with torch.no_grad():
             for _, contents in self._optimizers.values():
                 contents.put_back()
+            for hyperparameters in self._hyperparameters:
+                hyperparameters.put_back()
             self._companions.put_back()
             self._attributes.put_back()
             self._given.put_back()
