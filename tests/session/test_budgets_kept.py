@@ -363,6 +363,37 @@ def test_a_penalty_that_comes_now_and_then_is_named_each_time(caplog: pytest.Log
     assert len(warned) + len(logged) >= 3  # the last step is named when the next one begins
 
 
+@pytest.mark.parametrize("allow", ["recompute", "recompute,compress"])
+def test_a_copy_that_the_loop_keeps_is_found_in_the_first_micro_batch_after_it(allow: str):
+    kept: dict[str, Any] = {}
+
+    def keeps_a_copy(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+        for _ in range(2):
+            loss = loss_of(model)
+            loss.backward()
+            kept["loss"] = loss.detach()  # grows by 4 bytes after the copy: no record
+        update(optimizer)
+        if number == 3:
+            kept["copy"] = [torch.zeros(2**17) for _ in range(2)]
+
+    training = Training(lambda: Stack(4, WIDTH), torch.optim.AdamW)
+    training.run(keeps_a_copy, steps=8)
+    budget = int(0.75 * max(training.peaks[:4]))
+    kept.clear()
+    training.run(keeps_a_copy, budget, steps=8, allow=allow)
+    assert max(training.peaks[4:]) <= budget
+
+
+def test_gradients_that_were_kept_to_compare_forms_with_are_let_go():
+    training = Training(lambda: Stack(4, WIDTH), torch.optim.AdamW)
+    training.run(plain)
+    budget = int(0.75 * max(training.peaks))
+    training.run(plain, budget, allow="compress", max_error=0.05)
+    assert training.attachment.plan is not None
+    assert training.attachment._planned_step.planner.gradients is None
+    assert max(training.peaks[1:]) <= budget
+
+
 class Shallow(Stack):
     """Runs some of its blocks, as layers that are dropped by chance do."""
 

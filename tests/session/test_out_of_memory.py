@@ -149,7 +149,6 @@ def test_attributes_of_modules_are_put_back_to_any_depth():
     assert tries[0] == tries[1]
 
 
-@pytest.mark.long
 def test_a_learning_rate_that_the_step_changes_before_it_fails_is_put_back():
     training = Training(2)
     rates, batch = [], torch.randn(64, WIDTH)
@@ -170,6 +169,7 @@ def test_a_learning_rate_that_the_step_changes_before_it_fails_is_put_back():
     assert rates == [5e-3, 2.5e-3, 1.25e-3, 1.25e-3]
 
 
+@pytest.mark.long
 def test_gradients_that_were_there_are_there_again():
     training = Training()
     with training.managed("attach") as handle:

@@ -9,9 +9,11 @@ from unittest import mock
 import torch
 
 import plimsoll
+from plimsoll.session.held_by_loop import HeldByLoop
 from plimsoll.session.situations import MeteredSituations, Situation
 from plimsoll.session.step_watch import StepWatch
 from plimsoll.tracing.meters import memory
+from plimsoll.units import MIB
 from steps import Stack, mean_square
 
 ROWS, WIDTH = 128, 32
@@ -71,3 +73,28 @@ def test_samples_are_left_out_while_searches_take_more_than_their_share():
 
     assert first == slow == 16
     assert meter.call_count - slow in (4, 5)
+
+
+def held_by_loop() -> HeldByLoop:
+    return HeldByLoop(Stack(2, WIDTH), torch.device("cpu"))
+
+
+def test_a_copy_of_the_weights_and_then_a_number_are_no_record():
+    held = held_by_loop()
+    assert held._without_records(MIB, 0) == MIB
+    assert held._without_records(MIB + 4, MIB) == MIB + 4
+
+
+def test_tensors_that_grow_alike_in_two_steps_are_a_record():
+    held = held_by_loop()
+    assert held._without_records(MIB, 0) == MIB
+    assert held._without_records(3 * MIB, MIB) == 0
+
+
+def test_what_plans_leave_behind_does_not_make_the_next_search_wait():
+    held, kept = held_by_loop(), []
+    for step in range(3):  # the first steps of each kind find more memory than before, and no tensors
+        held.begin((step + 1) * 8 * MIB, (), {}, accumulates=False, peak_bytes=8 * MIB)
+    kept.append(torch.zeros(2**18))
+    held.begin(33 * MIB, (), {}, accumulates=False, peak_bytes=8 * MIB)
+    assert held.bytes == kept[0].nbytes

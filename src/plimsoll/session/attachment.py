@@ -879,6 +879,7 @@ class Attachment(ShowsFigures, RemovedAtEnd):
         """Apply the first plan for the budget. If there is a ladder (plans with falling peaks), begin it with this plan, and
         later calls choose from it.
         """
+        traced.planner.gradients = None  # no plan is tried any more, and they are as large as the parameters
         if self._has_ladder:
             # A replay runs no collective, so ranks may run different plans. Only traces with collectives need other ranks.
             company = self._known.traces.among(traced.planner.trace)

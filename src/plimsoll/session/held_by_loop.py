@@ -1,11 +1,11 @@
 """Finds what a training loop holds when a step begins: a copy of the weights, another optimizer's state, a failed step's graph.
 
 Memory that exists before the first step does not count. From then on, the allocator is read at the beginning of every step.
-Only if more is allocated than before, all tensors of the process are searched, which takes as long as a small step. If a search
-finds nothing (for instance because a data set was read into memory), the next search waits longer.
+Only if more is allocated than before, all tensors of the process are searched, which takes as long as a small step. If several
+searches in a row find nothing (for instance because a data set is read into memory), the next search waits longer.
 
-Some tensors do not count. Tensors that look like the batch are other batches that wait to be trained on. Tensors that grow in
-two steps in a row are a record that the loop keeps, such as outputs for a metric.
+Some tensors do not count. Tensors that look like the batch are other batches that wait to be trained on. Tensors that grow by
+about as much in two steps in a row are a record that the loop keeps, such as outputs for a metric.
 """
 
 from __future__ import annotations
@@ -29,7 +29,15 @@ from plimsoll.tracing.recorder.calling import output_tensors
 
 _MOST_PATIENCE = 64
 """The most steps that a search waits after searches that found nothing."""
+_PATIENT_FROM = 8
+"""From this many searches in a row that found nothing, the next one waits.
+
+Making plans leaves memory behind that is no tensor, and the first steps of each kind were searched in vain. A search that
+waited after them missed a copy of the state for up to three micro-batches, which exceeded the budget by 15% in silence.
+"""
 _MOST_LEVELS = 8
+_ALIKE = 4
+"""Growth in two consecutive steps that differs by at most this factor is the growth of a record: batches vary in size."""
 
 
 class _Level(NamedTuple):
@@ -56,12 +64,12 @@ class HeldByLoop:
         """Readings at the beginning of earlier steps, the latest last. Steps that begin without gradients (False) and with
         gradients (True) have separate lists.
         """
-        self._patience = self._waited = 0
+        self._patience = self._waited = self._vain = 0
         self._fast_bytes = 0
         """The part of ``bytes`` (what the loop holds) in fast weights (tensors that replace parameters in a call)."""
-        self._record_bytes = self._run_bytes = 0
-        """Two numbers: the bytes of records (tensors that the loop collects, such as outputs for a metric), and the bytes that
-        the last steps in a row have added to them.
+        self._record_bytes = self._run_bytes = self._more_bytes = 0
+        """Three numbers: the bytes of records (tensors that the loop collects, such as outputs for a metric), the bytes that
+        the last steps in a row have added to them, and the bytes that the last of these steps has added.
         """
 
     def begin(
@@ -103,11 +111,13 @@ class HeldByLoop:
             if not _is_at(reading, last, peak_bytes):
                 self._look(args, kwargs)
             has_found = self.bytes + self.state_bytes > before_bytes
-            self._patience = 0 if has_found else min(_MOST_PATIENCE, 2 * self._patience + 1)
+            self._vain = 0 if has_found else self._vain + 1
+            is_patient = self._vain >= _PATIENT_FROM
+            self._patience = min(_MOST_PATIENCE, 2 * self._patience + 1) if is_patient else 0
             self._waited = 0
             level = _Level(reading, self.bytes)
         else:
-            self._run_bytes = 0
+            self._run_bytes = self._more_bytes = 0
             if level is None:
                 self.bytes = last.bytes
                 if last.bytes:
@@ -176,12 +186,14 @@ class HeldByLoop:
         return storage_bytes([*counted, *tensors], self._device) - storage_bytes(counted, self._device)
 
     def _without_records(self, visible_bytes: int, was_visible_bytes: int) -> int:
-        """Subtract the bytes of records from ``visible_bytes``, and return the rest. Records are tensors that have grown in two
-        consecutive steps.
+        """Subtract the bytes of records from ``visible_bytes``, and return the rest. Records are tensors that have grown by
+        about as much in two consecutive steps.
         """
-        more_bytes = max(0, visible_bytes - was_visible_bytes)
-        is_record = more_bytes > 0 and self._run_bytes > 0
-        self._run_bytes = self._run_bytes + more_bytes if more_bytes else 0
+        more_bytes, before_bytes = max(0, visible_bytes - was_visible_bytes), self._more_bytes
+        self._more_bytes = more_bytes
+        # A copy of the weights, and then a number that the loop keeps, are no record: all of the copy was taken for one.
+        is_record = more_bytes > 0 and before_bytes / _ALIKE <= more_bytes <= before_bytes * _ALIKE
+        self._run_bytes = self._run_bytes + more_bytes if is_record else more_bytes
         if not is_record:
             return visible_bytes
         record_bytes = min(visible_bytes, self._run_bytes)

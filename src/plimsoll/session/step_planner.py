@@ -20,6 +20,7 @@ import torch
 
 from plimsoll.artifacts.costs import Costs, OpCost
 from plimsoll.artifacts.decision import Status
+from plimsoll.artifacts.forms import Forms
 from plimsoll.artifacts.offloaded_state import OffloadedState
 from plimsoll.artifacts.plan import Plan, TimelinePoint
 from plimsoll.artifacts.progress import Progress, part_of, silent
@@ -177,7 +178,7 @@ class StepPlanner:
         """
         self._ran = TrialRun(0, 0, None)
         """The last trial (a run of a plan to measure its peak), as measured in this process before ranks compared theirs."""
-        self._sensed: Sensed | None = None
+        self._forms: Forms | None = None
         self._unmanaged: Plan | None = None
         """A plan that keeps everything, for the step that plans are compared with. None if this is the traced step itself."""
 
@@ -247,7 +248,7 @@ class StepPlanner:
             ops = measured_costs(trace).ops
         costs = msgspec.structs.replace(self.costs, ops={**ops, **self.costs.ops})
         made = StepPlanner(trace, _with_transfers(trace, costs, state), options, self.own_budget_bytes, self._agreement)
-        made._sensed, made.gradients, made.loss_share = self._sensed, self.gradients, self.loss_share
+        made._forms, made.gradients, made.loss_share = self._forms, self.gradients, self.loss_share
         made._unmanaged = self._unmanaged or self.extremes.lowest
         return made
 
@@ -268,9 +269,10 @@ class StepPlanner:
         if self.options.wants_forms and (not self.fits_unmanaged() or self.options.insists_on_forms):
             progress("trying codecs and links", 0.0)
             with self._agreement.stepping():
-                self._sensed = self._sense(step())
-            self.gradients = self._sensed.gradients if self.options.wants_lossy else None
-        progress("solving", 0.0 if self._sensed is None else 0.4)
+                sensed = self._sense(step())
+            self._forms = sensed.forms
+            self.gradients = sensed.gradients if self.options.wants_lossy else None
+        progress("solving", 0.0 if self._forms is None else 0.4)
 
     def plan(self, strategy: str, step: Callable[[], TrainingStep], progress: Progress = silent) -> Plan:
         """Return the plan for the budget. On a real device the plan is run once, and solved again if it needs more than
@@ -620,7 +622,7 @@ class StepPlanner:
             self._index = StepIndex(
                 self.trace,
                 self.costs,
-                None if self._sensed is None else self._sensed.forms,
+                self._forms,
                 may_recompute=self.options.may_recompute,
                 in_flight=self.in_flight,
                 loss_share=self.loss_share,
@@ -630,7 +632,7 @@ class StepPlanner:
     @property
     def _planner(self) -> Planner:
         if self._solver is None:
-            if self._sensed is None:
+            if self._forms is None:
                 self._solver = Planner(self.index, overrides=self.options.overrides_without_forms)
             else:
                 self._solver = Planner(self.index, overrides=self.options.overrides, limits=self.options.limits())
