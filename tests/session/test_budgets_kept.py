@@ -318,6 +318,21 @@ def test_a_forecast_that_is_too_high_is_no_reason_to_name_a_floor():
     assert training.attachment._known.shaped.is_below_floor
 
 
+def document_and_query(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+    pairs(model, optimizer, number, (ROWS, ROWS // 16))
+
+
+@pytest.mark.parametrize("loop", [query_and_document, document_and_query])
+def test_forwards_of_two_sizes_are_measured_alike_in_both_orders(loop: Loop):
+    training = Training(lambda: Stack(4, WIDTH), torch.optim.AdamW)
+    training.run(loop, steps=3)
+    training.run(loop, 3 * max(training.peaks), steps=6)
+    account = training.attachment._known.room.account
+    assert account.outside_model < max(training.peaks) // 8
+    assert not training.attachment._known.shaped.is_below_floor
+    assert not any(region.dropped for region in training.attachment.plan.regions)
+
+
 def pairs_come_back(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
     """A loss over two outputs, which needs far more than the model, in the first steps and again after a pause."""
     if number in (2, 3, 4, 13, 14, 15):

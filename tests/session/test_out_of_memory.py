@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from benchmarks.out_of_memory import cases, told
+from torch import nn
 from torch.optim import optimizer as torch_optimizer
 
 import plimsoll
@@ -167,6 +168,34 @@ def test_a_learning_rate_that_the_step_changes_before_it_fails_is_put_back():
         for _ in range(3):
             handle.step(step)
     assert rates == [5e-3, 2.5e-3, 1.25e-3, 1.25e-3]
+
+
+def test_a_learned_loss_and_frozen_parameters_are_as_before_the_step_that_failed():
+    def trained(*, fails: bool) -> tuple[nn.Module, nn.Module]:
+        torch.manual_seed(0)
+        model, loss = Stack(2, WIDTH), nn.Linear(WIDTH, 1)
+        optimizer = torch.optim.SGD([*model.parameters(), *loss.parameters()], lr=0.1)
+        calls = []
+
+        def step(batch: torch.Tensor) -> None:
+            calls.append(None)
+            mean_square(loss(model(batch))).backward()
+            if fails and len(calls) == 3:
+                model.blocks[0].requires_grad_(False)
+                raise torch.OutOfMemoryError("after backward")
+            optimizer.step()
+            optimizer.zero_grad()
+
+        with plimsoll.attach(model, "1GiB", optimizer=optimizer) as handle:
+            for number in range(4):
+                torch.manual_seed(number)
+                handle.step(step, torch.randn(64, WIDTH))
+        assert len(calls) == 4 + fails
+        return model, loss
+
+    for one, other in zip(trained(fails=False), trained(fails=True), strict=True):
+        assert all(map(torch.equal, one.parameters(), other.parameters()))
+        assert all(each.requires_grad for each in other.parameters())
 
 
 @pytest.mark.long

@@ -220,6 +220,17 @@ def test_parts_that_were_called_beside_the_model_once_are_still_noticed_when_the
     assert any("a plan was not chosen for a training step" in str(each.message) for each in caught)
 
 
+def test_steps_that_call_parts_and_then_the_model_are_steps_of_the_model():
+    torch.manual_seed(0)
+    model, x = Model(), torch.randn(ROWS, WIDTH)
+    with plimsoll.attach(model, "20MiB"), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(6):
+            (mean_square(model.forward(x)) + mean_square(model(x))).backward()
+            model.zero_grad()
+    assert not any("a plan was not chosen for a training step" in str(each.message) for each in caught)
+
+
 def test_calls_of_parts_whose_results_are_dropped_are_no_steps():
     def step(model: Model, number: int) -> None:
         for _ in range(3):

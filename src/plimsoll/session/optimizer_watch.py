@@ -167,8 +167,12 @@ class OptimizerWatch(OptimizerSteps):
         return self.bytes_now + self._growth_bytes
 
     def _own_begins(self, optimizer: Optimizer) -> None:
+        if (
+            optimizer not in self._before
+        ):  # state of each, also of those that step after another: a resumed Muon and AdamW
+            self._before[optimizer] = _state_bytes(optimizer)
         if not self.has_stepped:
-            self._before[optimizer] = self._now[optimizer] = _state_bytes(optimizer)
+            self._now[optimizer] = self._before[optimizer]
             if self._on_step is not None:
                 self._on_step()
 

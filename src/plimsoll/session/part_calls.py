@@ -46,7 +46,7 @@ class PartCalls:
         is_within_step: Callable[[], bool],
     ) -> None:
         self._begins, self._is_quiet, self._is_within_step = begins, is_quiet, is_within_step
-        self._graphs = OpenGraphs(lambda: None, lambda: None)
+        self._graphs = _no_graphs()
         self._hooks: list[Any] = []
         self._names: dict[str, None] = {}
         """The parts that were called in the running step, in the order of their first calls."""
@@ -99,7 +99,9 @@ class PartCalls:
                 self._trained_alone.update(self._names)
                 self._preparing -= self._trained_alone
             self._names = {}
-            self._graphs.begin()
+            # Another object: graphs of the step that has ended call back only the one that has noted them. A backward through
+            # parts that prepared the last step's batch counted for this step.
+            self._graphs = _no_graphs()
 
     def _before(self, name: str) -> Callable[..., None]:
         def before(part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -120,3 +122,7 @@ class PartCalls:
     def _after(self, part: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if self._names and torch.is_grad_enabled() and part.training and not self._is_within_step():
             self._graphs.note(output)
+
+
+def _no_graphs() -> OpenGraphs:
+    return OpenGraphs(lambda: None, lambda: None)

@@ -158,7 +158,9 @@ class ShapePlans:
         self._first: tuple[Shapes, int] | None = None
         self._largest: Shapes | None = None
         self._current: tuple[Shapes, Forecast] | None = None
-        """The shapes that a plan was last chosen for, and the forecast (peak and seconds) of that plan there."""
+        """The shapes that a plan was last chosen for, and the forecast (peak and seconds) of that plan there. While several
+        forwards wait for one backward, these are the largest shapes so far.
+        """
         self._known: dict[Shapes, _Written] = {}
         self._reported: set[Shapes] = set()
         """Shapes that a message was about already: no plan fits them, or they cannot be traced."""
@@ -319,7 +321,7 @@ class ShapePlans:
         alike = [shapes] if self.knows(shapes) else self._covering(shapes)
         if not alike:
             return self._unknown(shapes, signature)
-        known = max(alike, key=self._unmanaged_bytes)
+        known = self._planned_for(max(alike, key=self._unmanaged_bytes))
         self.is_below_floor = self.has_doubt = False
         try:
             known, found = self._fitting_all(alike)
@@ -366,10 +368,11 @@ class ShapePlans:
         A rung that fits at the largest shape alone is not enough: it may keep more than the other shapes have room for. Under
         such a plan, a step of a Faster R-CNN needed 137 MiB of 122.
         """
-        found = {each: self._cheapest(each) for each in alike}  # afterwards each ladder has a rung that fits
         if len(alike) == 1 or self._in_flight > 1:
-            known = max(alike, key=self._unmanaged_bytes)
-            return known, found[known]
+            known = self._planned_for(max(alike, key=self._unmanaged_bytes))
+            return known, self._cheapest(known)
+        for each in alike:
+            self._cheapest(each)  # afterwards each ladder has a rung that fits
         fitting: list[dict[int, tuple[Shapes, tuple[Plan, Forecast]]]] = []
         for each in alike:
             rungs = self._known_ladder(each).fitting(_split(each)[1], self._room_bytes(each))
@@ -377,6 +380,16 @@ class ShapePlans:
         common = set.intersection(*map(set, fitting)) or set(fitting[0])
         plan = min(common, key=lambda key: fitting[0][key][1][1].seconds)
         return max((f[plan] for f in fitting if plan in f), key=lambda entry: entry[1][1].before_optimizer_bytes)
+
+    def _planned_for(self, shapes: Shapes) -> Shapes:
+        """Return the shapes to plan for in a call of ``shapes``. If other forwards wait at the same time, they may have larger
+        batches, so these are the largest shapes so far.
+        """
+        if self._in_flight == 1:
+            return shapes
+        if self._largest is None or self._unmanaged_bytes(shapes) > self._unmanaged_bytes(self._largest):
+            self._largest = shapes
+        return self._largest
 
     def _room_bytes(self, shapes: Shapes) -> int:
         """Return the largest peak that a plan may predict at these shapes, so that the real step keeps to the budget.
@@ -408,6 +421,7 @@ class ShapePlans:
         """Return the plan to use at shapes whose peak cannot be predicted: the plan with the lowest peak at the largest traced
         shape.
         """
+        self.is_below_floor = self.has_doubt = False
         self._offer(tuple(self._rungs))
         traced = [_joined(kind, sizes) for kind, steps in self._steps.items() for sizes in steps.traces]
         known = max(traced, key=self._unmanaged_bytes)
@@ -419,11 +433,6 @@ class ShapePlans:
         is far larger than all before, a plan is solved for it first.
         """
         unmanaged_bytes = self._unmanaged_bytes(shapes)
-        # Other forwards wait at the same time, and may have larger batches: plan for the largest.
-        if self._in_flight > 1:
-            if self._largest is None or unmanaged_bytes > self._unmanaged_bytes(self._largest):
-                self._largest = shapes
-            shapes, unmanaged_bytes = self._largest, self._unmanaged_bytes(self._largest)
         sizes = _split(shapes)[1]
         room_bytes = self._room_bytes(shapes)
         found = self._known_ladder(shapes).cheapest(sizes, room_bytes)
@@ -529,7 +538,10 @@ class ShapePlans:
         room_bytes += self._grown_bytes(shapes, room_bytes)
         withheld_bytes = self._room.budget_bytes - free.total_bytes(self._growth(shapes)) - room_bytes
         self._room.account = free.withholding(withheld_bytes)
-        plan, forecast = self._cheapest(shapes)
+        try:
+            plan, forecast = self._cheapest(shapes)
+        except BudgetBelowFloor:  # forecasts are rounded, and the lowest peak may be a few bytes above the room
+            plan, forecast = self._known_ladder(shapes).lowest(_split(shapes)[1])
         self._current = (shapes, forecast)
         signature = self._known[shapes].plan.signature if shapes in self._known else plan.signature
         return self._written(shapes, shapes, plan, forecast, lambda: signature)
@@ -621,7 +633,7 @@ class ShapePlans:
                 predicted_seconds=forecast.seconds,
             )
             if len(self._known) >= _MOST_KNOWN:
-                self._known.clear()
+                del self._known[next(iter(self._known))]
             self._known[shapes] = before = _Written(written, plan, forecast, spare_bytes)
         return before.plan
 

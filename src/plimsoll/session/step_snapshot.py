@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Container, Iterable
 from typing import Any
 
 import torch
@@ -80,7 +80,11 @@ class StepSnapshot:
         self._flags = [(module, module.training) for module in model.modules()]
         self._parameters = [(parameter, version_of(parameter)) for parameter in every_parameter(model)]
         self._batch = [(t, version_of(t)) for t in output_tensors(given) if not t.is_inference()]
-        self._gradients = [(parameter, _KeptGradient(gradient_of(parameter))) for parameter, _ in self._parameters]
+        self._trains = [(parameter, parameter.requires_grad) for parameter, _ in self._parameters]
+        trained = {id(parameter): parameter for parameter, _ in self._parameters}
+        # A learned loss is no part of the model, and the same optimizer trains it. Its gradients would be added up twice.
+        trained |= {id(other): other for each in companions for other in _trained_with(each, trained.keys())}
+        self._gradients = [(parameter, _KeptGradient(gradient_of(parameter))) for parameter in trained.values()]
         self._waiting = KeptWaiting(model)
         self._numbers = [_KeptGradient(gradient) for _, _, gradient in self._waiting.places]
         optimizers = [each for each in companions if isinstance(each, Optimizer)]
@@ -146,6 +150,8 @@ class StepSnapshot:
                 numbers.put_back()
         for module, flag in self._flags:
             module.training = flag
+        for parameter, is_trained in self._trains:
+            parameter.requires_grad_(is_trained)
         self._state.put_back()
         self._random.put_back()
 
@@ -160,6 +166,14 @@ class StepSnapshot:
 
     def _ended(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._stepping = None
+
+
+def _trained_with(companion: object, parameters: Container[int]) -> list[nn.Parameter]:
+    """Return all parameters of an optimizer that trains one of ``parameters`` (given by ``id``); for other objects, none."""
+    if not isinstance(companion, Optimizer):
+        return []
+    found = [each for group in vars(companion).get("param_groups", ()) for each in group["params"]]
+    return found if any(id(each) in parameters for each in found) else []
 
 
 class _KeptGradient:
