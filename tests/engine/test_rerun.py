@@ -54,12 +54,45 @@ def as_it_is(block: Branching, wide: torch.Tensor) -> torch.Tensor:
     return wide.sin() * wide.sigmoid()
 
 
+def writes_its_statistics(block: Branching, wide: torch.Tensor) -> torch.Tensor:
+    return block.norm(wide).sin()
+
+
+def counts(block: Branching, wide: torch.Tensor) -> torch.Tensor:
+    block.calls += 1
+    return wide.sin() * block.calls
+
+
+def writes_what_it_reads(block: Branching, wide: torch.Tensor) -> torch.Tensor:
+    """Scale by a running mean in place, which forward reads before and after."""
+    found = wide.sin() * (1 + block.total.clone())
+    block.total.mul_(0.5).add_(wide.detach().mean())
+    return found * (1 + block.total.clone())
+
+
+def replaces_a_buffer(block: Branching, wide: torch.Tensor) -> torch.Tensor:
+    found = wide.sin() * (1 + block.total)
+    block.total = 0.5 * block.total + wide.detach().mean()
+    return found
+
+
+def leaves_memory_unset(block: Branching, wide: torch.Tensor) -> torch.Tensor:
+    logits = wide.reshape(48, 2, -1).log_softmax(-1)
+    targets, lengths = torch.randint(1, 9, (2, 5), generator=torch.Generator().manual_seed(0)), torch.tensor([5, 2])
+    return wide.sin() * F.ctc_loss(logits, targets, torch.tensor([48, 48]), lengths)
+
+
 WAYS: dict[str, Way] = {
     "operations": as_it_is,
     "dropout": lambda block, wide: F.dropout(wide, 0.3).sin(),
     "numbers from Python": lambda block, wide: wide.sin() * random.random(),
     "numbers from numpy": lambda block, wide: wide.sin() * float(np.random.rand()),
     "a list that grows": lambda block, wide: (block.seen.append(1), wide.sin() * len(block.seen) ** 0)[1],
+    "statistics of batch norm": writes_its_statistics,
+    "a number of calls": counts,
+    "a running mean in place": writes_what_it_reads,
+    "a buffer that is replaced": replaces_a_buffer,
+    "memory that is partly unset": leaves_memory_unset,
     "a product in place": lambda block, wide: (wide * 2).sin_().mul_(0.5).exp(),
 }
 
@@ -130,6 +163,8 @@ def test_a_way_that_was_never_recorded_is_run_again_and_keeps_every_bit(kind: st
             assert state.is_current()
     assert reruns(model) >= len(model)
     assert [len(block.seen) for block in model] == [len(block.seen) for block in plain]
+    assert [block.calls for block in model] == [block.calls for block in plain]
+    assert all(map(torch.equal, plain.buffers(), model.buffers()))
 
 
 def test_what_a_way_saves_is_dropped_until_backward(managed: Any):
@@ -195,39 +230,29 @@ def test_forward_runs_again_under_its_own_autocast(managed: Any):
     assert all(map(torch.equal, *found))
 
 
-def writes_its_statistics(block: Branching, wide: torch.Tensor) -> torch.Tensor:
-    return block.norm(wide).sin()
-
-
-def counts(block: Branching, wide: torch.Tensor) -> torch.Tensor:
-    block.calls += 1
-    return wide.sin() * block.calls
-
-
 def draws_from_its_own_generator(block: Branching, wide: torch.Tensor) -> torch.Tensor:
     return wide.sin() * torch.rand((), generator=block.own)
-
-
-def leaves_memory_unset(block: Branching, wide: torch.Tensor) -> torch.Tensor:
-    logits = wide.reshape(48, 2, -1).log_softmax(-1)
-    targets, lengths = torch.randint(1, 9, (2, 5), generator=torch.Generator().manual_seed(0)), torch.tensor([5, 2])
-    return wide.sin() * F.ctc_loss(logits, targets, torch.tensor([48, 48]), lengths)
 
 
 def calls_a_hooked_part(block: Branching, wide: torch.Tensor) -> torch.Tensor:
     return block.inner(wide).sin()
 
 
-@pytest.mark.parametrize(
-    "way",
-    some([writes_its_statistics, counts, draws_from_its_own_generator, calls_a_hooked_part, leaves_memory_unset], 2),
-)
+def writes_a_large_buffer(block: Branching, wide: torch.Tensor) -> torch.Tensor:
+    """Write to a buffer that takes more bytes than the call saves, so that a copy would save nothing."""
+    block.memory.add_(1)
+    return wide.sin() * block.memory[0]
+
+
+@pytest.mark.parametrize("way", [draws_from_its_own_generator, calls_a_hooked_part, writes_a_large_buffer])
 def test_a_way_that_must_not_run_twice_keeps_its_activations(way: Way, managed: Any):
     plain, model = pair_of(way)
     seen: dict[int, list[int]] = {id(plain): [], id(model): []}
     for each in (plain, model):
         for block in each:
             block.own = torch.Generator().manual_seed(1)
+            if way is writes_a_large_buffer:
+                block.register_buffer("memory", torch.zeros(1 << 16))
             if way is calls_a_hooked_part:
                 block.inner.register_forward_hook(functools.partial(_counting, seen[id(each)]))
     managed(model)

@@ -16,7 +16,7 @@ and inspections catch the rest (constants inside a C++ extension, data that nump
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch.compiler import is_dynamo_compiling
 from torch.overrides import resolve_name
 
+from plimsoll.engine.hooks import Cell
 from plimsoll.engine.modes import LowestMode
 from plimsoll.engine.stream_matching import Matches, compile_stream
 from plimsoll.engine.torch_calls import (
@@ -54,6 +55,8 @@ _CHECKERS = frozenset({F.one_hot, F.gaussian_nll_loss})
 """Functions that read a tensor's values only to check them, or to find the sizes of their results."""
 _SPLITTERS = frozenset({torch.tensor_split, torch.Tensor.tensor_split})
 """Functions that read the sizes of their results from a tensor's values, without running an ATen op."""
+_PARTLY_UNSET = frozenset({torch.ctc_loss, F.ctc_loss})
+"""Functions that save memory that they do not fill."""
 _MARKS = frozenset(
     {torch.ops.profiler._record_function_exit._RecordFunction, torch.ops.profiler._record_function_exit.default}
 )
@@ -79,7 +82,9 @@ class Junction:
     branches: list[tuple[TorchCall, Matches, Junction]] = field(default_factory=list)
     program: Any = None
     func: Any = None
-    """The torch function of the next call, if there is exactly one possible next call, else ``None``."""
+    """The torch function of the next call, if there is exactly one possible next call, else ``None``. It is ``None`` too if the
+    guard has to look at what the next call saves.
+    """
     matches: Matches = _never
     after: Junction | None = None
 
@@ -94,7 +99,7 @@ class Junction:
                 following = Junction()
                 place.branches.append((call, matches, following))
                 place.func, place.matches, place.after = call.func, matches, following
-                if len(place.branches) > 1:
+                if len(place.branches) > 1 or call.func in _PARTLY_UNSET:
                     place.func = None
             place = following
         place.program = program
@@ -143,18 +148,18 @@ class StreamGuard(LowestMode):
     equal the torch calls that a recorded call made.
 
     ``root`` is the root of a tree of all recorded sequences of torch calls, which the mode follows. ``known`` are the tensors
-    that exist before the call.
+    that exist before the call. ``saved`` is the list of cells (the objects that autograd holds instead of tensors), which grows
+    during the call.
     """
 
-    def __init__(self, root: Junction, known: References) -> None:
+    def __init__(self, root: Junction, known: References, saved: Sequence[weakref.ref[Cell]] = ()) -> None:
         self._known = known
+        self._saved = saved
+        self.partly_unset: set[int] = set()
+        """The storages of saved tensors that were not filled. A second run gives other bytes in the rest."""
         self._place: Junction | None = root
         self.stranger: Any = None
         """The first torch function of this call that matches no recorded sequence of torch calls; ``None`` while all match."""
-        self.strangers: set[Any] = set()
-        """All torch functions that were called since the first one that matched no recorded sequence (``stranger``), including
-        it.
-        """
         self.where = ""
         """File and line of the user's code that called ``stranger``, the first torch function that matched no recorded
         sequence.
@@ -181,8 +186,10 @@ class StreamGuard(LowestMode):
             return func(*args, **(kwargs or {}))
         place = self._place
         if types or place is None or place.func is not func:
-            func = unreplaced(func)
+            func, before = unreplaced(func), len(self._saved)
             result = self.call(func, types, args, kwargs)
+            if func in _PARTLY_UNSET:
+                self._note_unset(args, kwargs, before)
             place = self._place
         else:  # nearly every call takes this path
             result = func(*args, **kwargs) if kwargs else func(*args)
@@ -191,9 +198,14 @@ class StreamGuard(LowestMode):
                 self._place = place.after
             elif type(result) not in _ANSWERS:
                 self._follow(place, func, args, kwargs, result)
-        else:
-            self.strangers.add(func)
         return result
+
+    def _note_unset(self, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, before: int) -> None:
+        """Note the storages that a torch call has made and saved. ``before`` is the number of tensors saved before it."""
+        given = {each.untyped_storage()._cdata for each in flat_tensors((args, kwargs))}
+        cells = [reference() for reference in self._saved[before:]]
+        saved = [cell.tensor for cell in cells if cell is not None and cell.tensor is not None]
+        self.partly_unset |= {each.untyped_storage()._cdata for each in saved} - given
 
     def _follow(
         self, place: Junction, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, result: Any
@@ -207,7 +219,6 @@ class StreamGuard(LowestMode):
                 return
         if _leaves_a_trace(func, result):
             self._place, self.stranger, self.where = None, func, line_of_user()
-            self.strangers.add(func)
 
 
 class StreamRecorder(LowestMode):

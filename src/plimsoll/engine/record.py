@@ -203,6 +203,8 @@ class Recorded:
     stream: Stream = ()
     reads_values: bool = False
     """Whether the call has read values of tensors, or its sizes depend on them."""
+    writes_buffers: bool = False
+    """Whether the call has written to parameters or buffers of the region (a module that the plan decides about)."""
     is_misfit: bool = False
     """Whether the torch calls were known, but the call saved other tensors than the call that was recorded before."""
 
@@ -363,6 +365,7 @@ def _settle(call: _Watched, subject: RegionForward, service: Service, shared: Sh
         peers=tuple(sorted({rank for op in recorder.ops for rank in peers_of(op.func, op.args, op.kwargs)})),
         stream=call.stream.stream,
         reads_values=call.stream.reads_values,
+        writes_buffers=_writes_buffers(call),
     )
     if found.obstacle:
         saved.keep_all()
@@ -583,6 +586,17 @@ def _reference(recorder: VerifyingRecorder, tensor: torch.Tensor) -> Ref | None:
     local = local_of(tensor)
     value = -1 if has_lazy_bits(local) else recorder.value_of(local)
     return Ref(value, Geometry.of(local)) if value >= 0 else None
+
+
+def _writes_buffers(call: _Watched) -> bool:
+    """Return whether the call has written to parameters or buffers of the region (a module that the plan decides about).
+
+    Batch norm writes its running averages without declaring it.
+    """
+    recorder = call.recorder
+    scratched = {storage for op in recorder.ops for storage in op.scratch}
+    storages = {value: recorder.values[value].storage for value in call.sources}
+    return any(recorder.current[storage] != value or storage in scratched for value, storage in storages.items())
 
 
 def _refuse_readers_of_scratch(recorder: VerifyingRecorder) -> set[int]:

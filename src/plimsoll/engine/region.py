@@ -67,6 +67,8 @@ class ManagedRegion(ReplacedForward):
         self.services: dict[tuple[Any, ...], Service] = {}
         self._recordings = Recordings(MAX_SIGNATURES)
         self.learning = Learning()
+        self._writes_buffers = False
+        """Whether a call has written to buffers, so that second runs need copies from before forward."""
         self._clock = 0
         self._decisions: dict[object, RegionPlan] = {}
         self._shared = shared
@@ -236,6 +238,7 @@ class ManagedRegion(ReplacedForward):
         shared = self._shared
         output, recorded = record_call(self._subject, service, entry, self._reader, args, kwargs, shared)
         program = recorded.program
+        self._writes_buffers |= recorded.writes_buffers
         is_new = service.find(recorded.stream) is None
         if program is None:
             self._give_up(service, recorded.obstacle)
@@ -302,7 +305,9 @@ class ManagedRegion(ReplacedForward):
         call, and what the plan drops is dropped.
         """
         may_rerun = service.reads_values and not service.obstacle
-        entrance = Entrance(self._subject, entry, self._reader, args, kwargs) if may_rerun else None
+        entrance = None
+        if may_rerun:
+            entrance = Entrance(self._subject, entry, self._reader, args, kwargs, writes_buffers=self._writes_buffers)
         opened = _unseen(entry.modes, self._open, service, entry, args, kwargs, entrance)
         call, guard = opened.call, opened.guard
         pack = call.pack_random if service.points else call.pack
@@ -330,7 +335,7 @@ class ManagedRegion(ReplacedForward):
         call = OpenCall(service.points, entry.sources, entry.memory(service.held))
         inputs = call_tensors(args, kwargs) if service.needs_inputs else []
         versions = [version_of(tensor) for tensor in inputs]
-        guard = StreamGuard(service.known, references((*entry.sources, *entry.inputs)))
+        guard = StreamGuard(service.known, references((*entry.sources, *entry.inputs)), call.references)
         return _Opened(call, inputs, versions, guard, entrance)
 
     def _close(self, service: Service, opened: _Opened, output: Any, nodes: int) -> None:
@@ -378,16 +383,20 @@ class ManagedRegion(ReplacedForward):
             return ""
         obstacle = service.obstacle
         if entrance is not None:
-            obstacle = entrance.obstacle(opened.call, opened.guard.strangers | service.functions)
-        service.may_rerun = not obstacle
+            obstacle = entrance.obstacle(opened.call)
+            self._writes_buffers |= entrance.writes_new_buffers
+        # The next call copies its buffers, so it may run again.
+        service.may_rerun = not obstacle or (entrance is not None and entrance.writes_new_buffers)
         if entrance is None or obstacle:
             return obstacle
         record = None
-        if service.may_learn and self._may_record():
+        partly_unset = opened.guard.partly_unset
+        # Under a recorder, ctc_loss saves other tensors than without, so a recipe would never fit.
+        if not partly_unset and service.may_learn and self._may_record():
             is_linked = self._shared.links.has_made_first(entrance.entry.inputs)
             signature = entrance.entry.signature
             record = functools.partial(self._record_again, service=service, signature=signature, is_linked=is_linked)
-        Rerun(entrance, service.distrust, record).drop(opened.call)
+        Rerun(entrance, service.distrust, record).drop(opened.call, partly_unset)
         service.reruns += 1
         return None
 

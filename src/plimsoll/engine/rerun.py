@@ -26,7 +26,6 @@ from typing import Any, NoReturn
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -44,13 +43,20 @@ from plimsoll.tracing.recorder.kept_globals import globals_kept
 from plimsoll.tracing.recorder.kept_modules import attributes_of
 from plimsoll.tracing.recorder.storages import Geometry, is_plain, storage_fingerprint
 from plimsoll.tracing.recorder.untouched import KeptState, RandomState
-from plimsoll.tracing.torch_internals import at_end_of_backward, current_graph_task, without_torch_function
+from plimsoll.tracing.torch_internals import (
+    at_end_of_backward,
+    current_graph_task,
+    preserving_versions,
+    without_torch_function,
+)
 
 _PLAIN_ARGUMENTS = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)
 
-_PARTLY_UNSET = frozenset({torch.ctc_loss, F.ctc_loss})
 _ADVANCED = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState, Iterator)
-
+_UNASKED_BYTES = 1 << 16
+"""The small buffers of a region are copied before each of its calls if they take at most this many bytes together. Larger
+ones are copied only after a call has written to them.
+"""
 
 Record = Callable[[tuple[Any, ...], dict[str, Any]], list[torch.Tensor] | None]
 
@@ -58,6 +64,10 @@ Record = Callable[[tuple[Any, ...], dict[str, Any]], list[torch.Tensor] | None]
 class Entrance:
     """Data about a call of a region (a module that the plan decides about) before its forward: everything that a second run of
     the forward starts from.
+
+    ``writes_buffers`` says whether earlier calls of the region have written to its buffers. Then copies of the small buffers
+    are made now, because a second run has to start from what this forward reads. They are also made if they take few bytes:
+    this call may be the first one that writes.
     """
 
     def __init__(
@@ -67,17 +77,26 @@ class Entrance:
         reader: SignatureReader,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
+        *,
+        writes_buffers: bool = False,
     ) -> None:
         self.subject = subject
         self.arguments = (args, kwargs)
         self.random = RandomState()
         self.entry, self._reader = entry, reader
-        self._scalars = reader.scalars()
+        self._scalars = reader.scalar_values()
         self._versions = _versions(entry)
-        self._copies: list[tuple[torch.Tensor, int, torch.Tensor]] = []
+        small = {id(each): each for each in self.sources if _is_small_buffer(each)}
+        is_copied = writes_buffers or sum(each.nbytes for each in small.values()) <= _UNASKED_BYTES
+        self._before = {identity: each.detach().clone() for identity, each in small.items() if is_copied}
+        """Copies of the small buffers that forward may write to, by the id of the buffer."""
+        self._copies: list[tuple[torch.Tensor, int | None, torch.Tensor]] = []
         """The small buffers, and the small parameters that autograd has not saved (biases), each with its version and a copy of
-        its contents. Other code may write to them before backward.
+        its contents. Forward or other code may write to them before backward. The version is ``None`` if forward itself may
+        have written: batch norm writes without a new version.
         """
+        self.writes_new_buffers = False
+        """Whether forward has written to small buffers that were not copied before. `obstacle` sets this."""
         self._training: list[tuple[nn.Module, bool]] = []
         self._fixed: list[tuple[torch.Tensor, int]] = []
         """Aliases of the tensors that must not change before backward, each with its version."""
@@ -92,11 +111,8 @@ class Entrance:
         """The parameters and buffers that exist."""
         return [source for source in self.entry.sources if source is not None]
 
-    def obstacle(self, call: OpenCall, functions: Collection[Any]) -> str:
-        """Return the reason why this call must not run a second time, or "" if it may. Forward has just returned.
-
-        ``functions`` are the torch functions that the call may have called.
-        """
+    def obstacle(self, call: OpenCall) -> str:
+        """Return the reason why this call must not run a second time, or "" if it may. Forward has just returned."""
         leaves = tree_leaves(self.arguments)
         if not all(isinstance(leaf, _PLAIN_ARGUMENTS) or _is_plain_tensor(leaf) for leaf in leaves):
             return "an argument is neither a plain tensor nor a number nor a text"
@@ -104,8 +120,6 @@ class Entrance:
             return "function modes are active"
         if call.sharded or any(map(is_sharded, self.sources)):
             return "its tensors are sharded"
-        if not _PARTLY_UNSET.isdisjoint(functions):
-            return "ctc_loss saves memory that is partly unset, and a checksum cannot compare it"
         module = self.subject.module
         hooked = (inner for inner in module.modules() if inner is not module)
         if any(inner._forward_hooks or inner._forward_pre_hooks for inner in hooked):
@@ -114,12 +128,34 @@ class Entrance:
         held = with_contents(attributes, attributes_as_well=True).values()
         if any(isinstance(value, _ADVANCED) for value in held):
             return "it holds a random generator or an iterator, which a second run would advance"
-        if self._scalars != self._reader.scalars() or self._versions != _versions(self.entry):
-            return "it writes to its arguments, its buffers or its attributes"
+        if written := self._written(call):
+            return written
         alive = zip(call.cells, call.tensors, strict=True)
         if any(cell is not GONE and cell.version_now(tensor) != cell.version for cell, tensor in alive):
             return "it writes to tensors that autograd has saved"
         return ""
+
+    def _written(self, call: OpenCall) -> str:
+        """Return the reason why a second run could not start from what forward has read, because forward wrote to it, or
+        "".
+        """
+        tensors = [tensor for tensor in (*self.entry.sources, *self.entry.inputs) if tensor is not None]
+        written = [each for each, version in zip(tensors, self._versions, strict=True) if each._version != version]
+        given = set(map(id, self.entry.inputs))
+        if any(id(each) in given or not _is_small_buffer(each) for each in written):
+            return "it writes to its arguments, to parameters or to large buffers"
+        self.writes_new_buffers = any(id(each) not in self._before for each in written)
+        if self.writes_new_buffers:
+            return "it is the first call that writes to its buffers, and they were not copied before"
+        if written and sum(each.nbytes for each in self._before.values()) >= self._saved_bytes(call):
+            return "copies of the buffers that it writes take as many bytes as it saves"
+        return ""
+
+    def _saved_bytes(self, call: OpenCall) -> int:
+        """Return the bytes that the call has saved, without its arguments, parameters and buffers."""
+        given = {_storage(tensor) for tensor in (*self.sources, *_tensors(self.arguments)) if is_plain(tensor)}
+        storages = {_storage(each): each.untyped_storage().nbytes() for each in call.tensors if is_plain(each)}
+        return sum(count for storage, count in storages.items() if storage not in given)
 
     def hold(self, saved: Collection[int]) -> None:
         """Take the arguments over, without the graph that made them, and copy small buffers.
@@ -134,7 +170,12 @@ class Entrance:
             return _Copy(tensor.detach().clone(), Geometry.of(tensor), tensor.requires_grad)
 
         small = {id(each): each for each in self.sources if _is_small(each, saved)}
-        self._copies = [(each, each._version, each.detach().clone()) for each in small.values()]
+        self._copies = [
+            (each, None, self._before[identity])
+            if identity in self._before
+            else (each, each._version, each.detach().clone())
+            for identity, each in small.items()
+        ]
         inputs = [each for each in self.entry.inputs if _storage(each) in saved]
         fixed = [each for each in self.sources if id(each) not in small]
         self._fixed = [(tensor.detach(), tensor._version) for tensor in (*fixed, *inputs)]
@@ -165,12 +206,15 @@ class Entrance:
         changed = [
             (source.data, kept, source.detach().clone())
             for source, version, kept in self._copies
-            if source._version != version
+            if version is None or source._version != version
         ]
+        # The model's graphs may have saved a buffer. A second run that writes to it must not look like a new value.
+        written = tuple([source for source, version, _ in self._copies if version is None])
         try:
             for data, kept, _ in changed:  # `.data` has its own version counter: other graphs may have saved the buffer
                 data.copy_(kept)
             with contextlib.ExitStack() as stack:
+                stack.enter_context(preserving_versions(written))
                 stack.enter_context(torch.enable_grad())
                 if not is_recorded:
                     stack.enter_context(without_torch_function())
@@ -190,18 +234,21 @@ class Entrance:
 
     @contextlib.contextmanager
     def _module_back(self) -> Iterator[None]:
-        """Return a context manager. Inside, the module has the parameters, buffers and training flags of the first run.
+        """Return a context manager. Inside, the module has the parameters, buffers, numbers and training flags of the first
+        run.
 
-        ``torch.func.functional_call`` gives a module other parameters for one call, and a loop may evaluate the model before
-        backward.
+        ``torch.func.functional_call`` gives a module other parameters for one call, a loop may evaluate the model before
+        backward, and forward may count its calls.
         """
         replaced = []
         flags = [(inner, inner.training) for inner, _ in self._training]
+        for holder, name, value in self._scalars:
+            holder[name] = value  # `again` restores all attributes
         for inner, was_training in self._training:
             inner.training = was_training
         for holder, key, identity, alias in self._sources:
             now = holder.get(key)
-            if id(now) != identity:
+            if now is None or id(now) != identity or _is_other_buffer(now, alias):
                 replaced.append((holder, key, now))
                 holder[key] = alias
         try:
@@ -254,15 +301,20 @@ class Rerun:
         self._entrance = entrance
         self._on_failure = on_failure
         self._record = record
-        self._expected: dict[int, tuple[Geometry, int]] = {}
-        """The layout of each dropped tensor and a checksum of its storage, by the tensor's number in the order of saving."""
+        self._expected: dict[int, tuple[Geometry, int | None]] = {}
+        """The layout of each dropped tensor and a checksum of its storage, by the tensor's number in the order of saving. The
+        checksum is ``None`` if a part of the storage was never written.
+        """
         self._made: dict[int, torch.Tensor] = {}
 
-    def drop(self, call: OpenCall) -> None:
-        """Drop what the call has saved, except its arguments, parameters and buffers."""
+    def drop(self, call: OpenCall, partly_unset: Collection[int] = ()) -> None:
+        """Drop what the call has saved, except its arguments, parameters and buffers.
+
+        ``partly_unset`` are the ids of storages that forward did not fill.
+        """
         entrance = self._entrance
         given = {_storage(tensor) for tensor in (*entrance.sources, *_tensors(entrance.arguments)) if is_plain(tensor)}
-        prints: dict[int, int] = {}
+        prints: dict[int, int | None] = dict.fromkeys(partly_unset)
         for cell, tensor in zip(call.cells, call.tensors, strict=True):
             if cell is GONE:
                 continue
@@ -298,6 +350,8 @@ class Rerun:
         prints: dict[int, int] = {}
         for slot, (_, fingerprint) in self._expected.items():
             tensor = made[slot]
+            if fingerprint is None:
+                continue
             if _storage(tensor) not in prints:
                 prints[_storage(tensor)] = storage_fingerprint(tensor)
             if prints[_storage(tensor)] != fingerprint and not _is_seed(tensor):
@@ -364,7 +418,19 @@ def _is_small(source: torch.Tensor, saved: Collection[int]) -> bool:
     """Return whether a parameter or buffer is copied. ``saved`` are the ids of the storages that autograd has saved."""
     if isinstance(source, nn.Parameter):
         return source.dim() <= 1 and source.nbytes <= SMALL_PARAMETER_BYTES and _storage(source) not in saved
-    return source.is_leaf and source.nbytes <= SMALL_BUFFER_BYTES
+    return _is_small_buffer(source)
+
+
+def _is_small_buffer(source: torch.Tensor) -> bool:
+    is_buffer = not isinstance(source, nn.Parameter)
+    return is_buffer and source.is_leaf and is_plain(source) and source.nbytes <= SMALL_BUFFER_BYTES
+
+
+def _is_other_buffer(now: torch.Tensor, alias: torch.Tensor) -> bool:
+    """Return whether a buffer that has the id of an earlier buffer is a new one: forward may have replaced the earlier one,
+    which is freed then. Parameters stay, but ZeRO-3 gives them other memory.
+    """
+    return not isinstance(now, nn.Parameter) and _storage(now) != _storage(alias)
 
 
 def _argument(held: torch.Tensor | _Copy) -> torch.Tensor:

@@ -70,8 +70,6 @@ class Service:
         """The points in forward where calls record the states of random generators, because backward will repeat a random op.
         """
         self.needs_inputs = False
-        self.functions: set[Any] = set()
-        """The torch functions that occur in any known sequence of torch calls."""
         self.held: tuple[int, ...] = ()
         """The indices of the parameters and buffers whose memory a call must hold until backward, because recomputation reads
         it.
@@ -209,7 +207,6 @@ class Service:
         programs = self._all()
         self._is_self_compiling |= any(each.is_self_compiling for each in programs)
         self.held = tuple({place for each in programs for place in each.plan.held_places})
-        self.functions = {call.func for stream in known for call in stream}
         self.needs_inputs = any(each.plan.needs_inputs for each in programs)
 
     def follow(self, other: Service) -> None:
