@@ -137,7 +137,7 @@ def compare(kind: Kind, steps: int) -> Row:
                     twin.compare(plain)
             for twin in (plain, checkpointed, ours):
                 twin.optimizer.step()
-            services = _services(ours.model)
+            services = services_of(ours.model)
             before, recorded = recorded, sum(one.recordings for one in {each.learning for each in services})
             last_recorded = step if recorded > before else last_recorded
         most = max(services, key=lambda each: (each.learning.recordings, each.streams), default=None)
@@ -170,7 +170,7 @@ def _gradients(model: nn.Module) -> list[torch.Tensor | None]:
     return [parameter.grad for parameter in model.parameters()]
 
 
-def _services(model: nn.Module) -> list[Any]:
+def services_of(model: nn.Module) -> list[Any]:
     """Return what serves the calls of the regions, one for each region and signature."""
     forwards = [vars(inner).get("forward") for inner in model.modules()]
     return [service for each in forwards if hasattr(each, "services") for service in each.services.values()]
