@@ -249,7 +249,7 @@ class ManagedRegion(ReplacedForward):
                 self._misfit(service)
             # A recording with collectives is not reused for other signatures: all ranks must agree on it when it is recorded.
             if recorded.peers:
-                service.obstacle = "it communicates with other ranks"
+                service.obstacle = "it communicates with other ranks, which do not run again"
             elif recorded.recording is not None:
                 if recorded.recording.is_opaque:
                     service.obstacle = (

@@ -66,8 +66,8 @@ class Entrance:
     the forward starts from.
 
     ``writes_buffers`` says whether earlier calls of the region have written to its buffers. Then copies of the small buffers
-    are made now, because a second run has to start from what this forward reads. They are also made if they take few bytes:
-    this call may be the first one that writes.
+    are made now, because a second run has to start from them. They are also made if they take few bytes: this call may be the
+    first one that writes.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class Entrance:
         if self.entry.modes is not None:
             return "function modes are active"
         if call.sharded or any(map(is_sharded, self.sources)):
-            return "its tensors are sharded"
+            return "its tensors are shards in its forward (DTensors)"
         module = self.subject.module
         hooked = (inner for inner in module.modules() if inner is not module)
         if any(inner._forward_hooks or inner._forward_pre_hooks for inner in hooked):
@@ -136,9 +136,7 @@ class Entrance:
         return ""
 
     def _written(self, call: OpenCall) -> str:
-        """Return the reason why a second run could not start from what forward has read, because forward wrote to it, or
-        "".
-        """
+        """Return the reason why the inputs of a second run cannot be restored, or "": forward may have written to them."""
         tensors = [tensor for tensor in (*self.entry.sources, *self.entry.inputs) if tensor is not None]
         written = [each for each, version in zip(tensors, self._versions, strict=True) if each._version != version]
         given = set(map(id, self.entry.inputs))
