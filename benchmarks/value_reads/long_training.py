@@ -42,7 +42,7 @@ class Training:
     peak_bytes: int
     over: int
     silent: int
-    """The steps over the budget in which nothing was said."""
+    """The steps over the budget without a warning."""
     recordings: int
     """The most recordings of one block."""
     streams: int
