@@ -1,4 +1,4 @@
-"""On two ranks, backward runs a block's forward again only if that needs no other rank."""
+"""On two ranks, backward runs a block's forward again if that sends nothing to other ranks."""
 
 from __future__ import annotations
 
