@@ -13,7 +13,7 @@ from plimsoll.artifacts.decision import Decision
 from plimsoll.artifacts.plan import Plan
 from plimsoll.errors import InvalidStrategy
 from plimsoll.planning.choice import Limits
-from plimsoll.planning.pins import Override, parse_override, pin_values
+from plimsoll.planning.pins import Override, parse_override, pin_values, refuse_unknown_modules
 from plimsoll.planning.solve import Planner, solve
 from plimsoll.planning.step import StepIndex
 
@@ -90,6 +90,46 @@ def test_an_override_that_matches_nothing_names_the_closest_values() -> None:
         pinned_index("layers.0.mlp.act::gellu=keep")
     assert "does not match any saved value" in raised.value.found
     assert "layers.0.mlp.act::gelu#13" in raised.value.next
+
+
+MODULES = ["", "layers", *(f"layers.{n}{part}" for n in range(12) for part in ("", ".mlp", ".mlp.act", ".attn"))]
+OPS = ["add", "gelu", "_softmax"]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "why"),
+    [
+        ("nolayer.*", "no module has 'nolayer.' in its path"),
+        ("layers.12.*", "no module has 'layers.12.' in its path"),
+        ("layers.*.mpl.*", "no module is named 'mpl'"),
+        ("*nolayer*", "no module has 'nolayer' in its path, and no op in its name"),
+        ("*xact::gelu", "no module has 'xact' in its path"),
+        ("*gelu*::add", "no module has 'gelu' in its path"),
+    ],
+)
+def test_a_pattern_that_no_module_can_match_is_refused_by_the_modules_names_alone(pattern: str, why: str) -> None:
+    with pytest.raises(InvalidStrategy) as raised:
+        refuse_unknown_modules([Override(pattern, Decision.KEEP)], MODULES, OPS)
+    assert repr(pattern) in raised.value.found
+    assert raised.value.why == why
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "*",
+        "layers.*",
+        "*mlp*gelu*",
+        "layers.1[01].*",
+        "*softmax#0",
+        "act::nothing*",
+        "layers.?.mlp",
+        "*input:0",
+        "*::a.b",
+    ],
+)
+def test_a_pattern_that_a_value_may_match_passes_without_a_trace(pattern: str) -> None:
+    refuse_unknown_modules([Override(pattern, Decision.KEEP)], MODULES, OPS)
 
 
 @pytest.mark.parametrize(

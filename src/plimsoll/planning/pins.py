@@ -11,7 +11,7 @@ import dataclasses
 import difflib
 import fnmatch
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from plimsoll.artifacts.decision import Decision
@@ -76,47 +76,56 @@ def parse_override(text: str) -> Override:
     return Override(pattern.strip(), decision, form.strip())
 
 
-def refuse_unknown_modules(overrides: Sequence[Override], modules: Sequence[str]) -> None:
+def refuse_unknown_modules(overrides: Sequence[Override], modules: Sequence[str], ops: Collection[str]) -> None:
     """Refuse overrides that name a module which the model does not have, before the model is traced.
 
-    The part of a pattern before its first wildcard is compared, and each name between two dots that has no wildcard. So a
-    pattern that passes may still match nothing.
+    The texts between the wildcards of a pattern are compared. So a pattern that passes may still match nothing: wildcards may
+    hide which texts belong to one path.
 
     Args:
         overrides: the user's overrides.
         modules: the paths of all modules of the model, such as ``model.layers.0.mlp``.
+        ops: the names of all ops that the model could run. A pattern without ``::`` may name one of them.
 
     Raises:
         InvalidStrategy: names the pattern and the closest modules.
     """
-    names = {name for module in modules for name in module.split(".")}
+    names = sorted({name for module in modules for name in module.split(".")})
+    paths = "\n".join(f".{module}.\n.{module}::" for module in modules)
+    known_ops = "\n".join((*ops, *_NAMES_WITHOUT_OP))
     for override in overrides:
-        front = _UNTIL_WILDCARD.match(override.pattern.partition("::")[0])
-        start = front[0] if front is not None else ""
-        if "." in start and not any(
-            f".{start}" in f".{module}::" or f".{start}" in f".{module}." for module in modules
-        ):
-            close = difflib.get_close_matches(start.rstrip("."), modules, n=3, cutoff=0.2)
-            raise InvalidStrategy(
-                f"override {override.pattern!r} does not match any module of the model.",
-                why=f"no module has {start!r} in its path",
-                next=f"closest: {', '.join(close)}" if close else "print(model) shows the modules",
-            )
         path, colons, _ = override.pattern.partition("::")
+        texts = _WILDCARD.split(path)
         # Without "::" the last name may belong to an op.
         parts = path.split(".") if colons else path.split(".")[:-1]
         unknown = next((part for part in parts if _PLAIN_NAME.fullmatch(part) and part not in names), None)
-        if unknown is not None:
-            close = difflib.get_close_matches(unknown, sorted(names), n=3, cutoff=0.2)
-            raise InvalidStrategy(
-                f"override {override.pattern!r} does not match any module of the model.",
-                why=f"no module is named {unknown!r}",
-                next=f"closest: {', '.join(close)}" if close else "print(model) shows the modules",
-            )
+        if "." in texts[0] and f".{texts[0]}" not in paths:
+            why, close = f"no module has {texts[0]!r} in its path", _closest(texts[0].rstrip("."), modules)
+        elif unknown is not None:
+            why, close = f"no module is named {unknown!r}", _closest(unknown, names)
+        else:
+            # What follows a single colon or a number sign belongs to a value of a compiled module, or counts.
+            parts = [re.split("[:#]", text)[0] for text in texts]
+            unknown = next((each for each in parts if each not in paths and (colons or each not in known_ops)), None)
+            if unknown is None:
+                continue
+            why = f"no module has {unknown!r} in its path" + ("" if colons else ", and no op in its name")
+            close = _closest(unknown.strip("."), names if colons else [*names, *ops])
+        raise InvalidStrategy(
+            f"override {override.pattern!r} does not match any module of the model.",
+            why=why,
+            next=f"closest: {', '.join(close)}" if close else "print(model) shows the modules",
+        )
+
+
+def _closest(text: str, names: Sequence[str]) -> list[str]:
+    return difflib.get_close_matches(text, names, n=3, cutoff=0.2)
 
 
 _PLAIN_NAME = re.compile(r"\w+")
-_UNTIL_WILDCARD = re.compile(r"[^*?\[]*")
+_WILDCARD = re.compile(r"\[[^\]]*\]|[*?\[]")
+_NAMES_WITHOUT_OP = ("input", "scaled_dot_product_attention")
+"""Names of values that are not names of ops: inputs of a region, and results of any kernel of fused attention."""
 
 
 def pin_values(index: StepIndex, overrides: Sequence[Override]) -> StepIndex:

@@ -169,7 +169,7 @@ class PlanOptions:
 
         for strategy in self.strategies:
             refuse_unknown_ops(strategy, existing_ops())
-        refuse_unknown_modules(self.overrides, [name for name, _ in model.named_modules()])
+        refuse_unknown_modules(self.overrides, [name for name, _ in model.named_modules()], existing_ops())
 
     def _refuse_contradictions(self) -> None:
         """Raise an error if other options ask for something that ``allow`` does not permit."""

@@ -92,6 +92,7 @@ def test_a_machine_of_unknown_memory_refuses_nothing(monkeypatch: pytest.MonkeyP
             ("nolayer.*=keep", True),
             ("model.layers.9.*=keep", True),
             ("layers.*.mlp::silu=keep", False),
+            ("*nolayer*=keep", True),
             ("*::silu=keep", False),
         ],
         2,
