@@ -1,4 +1,6 @@
-"""Shortens lists of names for people: ``layers.0–31`` instead of 32 names, one row for labels that differ only in numbers."""
+"""Names for people: ``layers.0–31`` instead of 32 names, one row for labels that differ only in numbers, and values without
+the marks that only overrides need.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,12 @@ from plimsoll.artifacts.plan import Holder
 from plimsoll.units import format_bytes
 
 _NUMBER = re.compile(r"\d+")
+_VALUE = re.compile(r"(?:(?P<place>[\w.]+)::)?(?P<op>[\w.]+)#(?P<number>\d+)(?:\.(?P<output>\d+))?")
+_INPUT = re.compile(r"\binput:(\d+)")
+_BACKWARD = re.compile(r"_backward(_data|_input|_weight)?$")
+_NODE = re.compile(r"(\w+)Backward\d+")
+_CAPITAL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
+_ATTENTION = re.compile(r"scaled_dot_product_(\w+_)?attention(_for_cpu)?")
 
 
 def name_call(name: str, call: int) -> str:
@@ -17,6 +25,64 @@ def name_call(name: str, call: int) -> str:
     """
     shown = name or "(the model)"
     return shown if call == 0 else f"{shown} (call {call + 1})"
+
+
+def plain_name(label: str) -> str:
+    """Return a label with the names of its values in plain words, for charts and tables about memory.
+
+    A value's own name (``mlp.act_fn::silu#0``) says module, op, how many such ops came before, and which output of the op it
+    is. Overrides need these names; people do not.
+
+    Example:
+        >>> plain_name("layers.3.mlp.act_fn::silu#0"), plain_name("_log_softmax_backward_data#0")
+        ('layers.3.mlp.act_fn silu', 'gradient of log_softmax')
+        >>> plain_name("self_attn::scaled_dot_product_attention#0.1"), plain_name("self_attn::cat#2")
+        ('self_attn attention, output 2', 'self_attn cat (3)')
+    """
+    return _INPUT.sub(_plain_input, _VALUE.sub(_plain_value, label))
+
+
+def plain_op(op: str) -> str:
+    """Return the name of an op without its parts that only torch needs. All kernels of fused attention are ``attention``.
+
+    Example:
+        >>> plain_op("_log_softmax"), plain_op("nll_loss_backward"), plain_op("mylib.scan")
+        ('log_softmax', 'gradient of nll_loss', 'mylib.scan')
+        >>> plain_op("_scaled_dot_product_flash_attention_for_cpu")
+        'attention'
+    """
+    made = _ATTENTION.sub("attention", _BACKWARD.sub("", op).lstrip("_"))
+    return f"gradient of {made}" if _BACKWARD.search(op) else made
+
+
+def plain_place(module: str, op: str) -> str:
+    """Return where an op runs: its module, and its own name in brackets. In backward, an op outside of the model's modules has
+    the name of a node of autograd for a module.
+
+    Example:
+        >>> plain_place("layers.0.mlp", "mul"), plain_place("LogSoftmaxBackward0", "_log_softmax_backward_data")
+        ('layers.0.mlp (mul)', 'log_softmax')
+        >>> plain_place("PowBackward0", "mul")
+        'pow (mul)'
+    """
+    node = _NODE.fullmatch(module)
+    if node is None:
+        return f"{module} ({op})"
+    place = plain_op(_CAPITAL.sub("_", node[1]).lower())
+    return place if place == plain_op(op).removeprefix("gradient of ") else f"{place} ({op})"
+
+
+def _plain_value(found: re.Match[str]) -> str:
+    op = plain_op(found["op"])
+    gradient = "gradient of " if op.startswith("gradient of ") else ""
+    place = f"{found['place']} " if found["place"] else ""
+    number = f" ({int(found['number']) + 1})" if int(found["number"]) else ""
+    output = f", output {int(found['output']) + 1}" if int(found["output"] or 0) else ""
+    return f"{gradient}{place}{op.removeprefix(gradient)}{number}{output}"
+
+
+def _plain_input(found: re.Match[str]) -> str:
+    return f"input {int(found[1]) + 1}" if int(found[1]) else "input"
 
 
 def compress_names(names: Sequence[str]) -> str:
@@ -82,9 +148,10 @@ def group_holders(holders: Sequence[Holder]) -> list[tuple[str, int]]:
 
 
 def with_rest(rows: Sequence[tuple[str, int]], most: int) -> list[tuple[str, int]]:
-    """Return the first ``most`` rows of (label, bytes), and one more row with the sum of the remaining rows."""
+    """Return the first ``most`` rows of (label, bytes) in plain words, and one more row with the sum of the remaining rows."""
+    named = [(plain_name(label), size) for label, size in rows[:most]]
     rest = [size for _, size in rows[most:]]
-    return [*rows[:most], (f"{len(rest)} others", sum(rest))] if rest else list(rows)
+    return [*named, (f"{len(rest)} others", sum(rest))] if rest else named
 
 
 def name_largest(rows: Sequence[tuple[str, int]], most: int = 3) -> str:
@@ -92,7 +159,7 @@ def name_largest(rows: Sequence[tuple[str, int]], most: int = 3) -> str:
 
     For example: ``4.1 GiB parameters; 0.4 GiB in other tensors``.
     """
-    named = [f"{format_bytes(size)} {label}" for label, size in rows[:most]]
+    named = [f"{format_bytes(size)} {plain_name(label)}" for label, size in rows[:most]]
     rest = sum(size for _, size in rows[most:])
     return "; ".join([*named, f"{format_bytes(rest)} in other tensors"] if rest else named)
 

@@ -223,7 +223,7 @@ class FrontierPoint(msgspec.Struct, frozen=True, kw_only=True):
     """Data: one point of the trade-off between memory and time: a peak in bytes, and the least step time for this peak.
 
     ``change`` names the largest group of values that are dropped or packed here, but not at the next larger peak in the table
-    of other budgets (``recompute gelu#0 in 2 more blocks, 8.0 MiB``). It is empty if there is none, and in older plans.
+    of other budgets (``recompute gelu in 2 more blocks, 8.0 MiB``). It is empty without a plan, and in older plans.
     """
 
     peak_bytes: int

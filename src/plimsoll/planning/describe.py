@@ -19,6 +19,7 @@ import numpy as np
 
 from plimsoll.artifacts.explained import RecomputedPart
 from plimsoll.artifacts.memory_use import COMMUNICATION_STREAM, DEFAULT_STREAM, AllocationEvent
+from plimsoll.artifacts.naming import plain_name, plain_place
 from plimsoll.artifacts.plan import Holder, Peak, TimelinePoint
 from plimsoll.artifacts.trace import Category, Phase, Storage, Trace
 from plimsoll.planning.replay import Replay
@@ -79,7 +80,7 @@ def describe_largest_change(before: Simulation, after: Simulation) -> str:
     """Return a text that names the largest group of values that ``after`` recomputes, compresses or offloads and ``before``
     keeps.
 
-    A group has the values of one name in all regions: ``recompute gelu#0 in 2 more blocks, 8.0 MiB``. The text is empty if no
+    A group has the values of one name in all regions: ``recompute gelu in 2 more blocks, 8.0 MiB``. The text is empty if no
     value has changed in this way.
     """
     index = after.index
@@ -98,7 +99,7 @@ def describe_largest_change(before: Simulation, after: Simulation) -> str:
         return ""
     (verb, name), size = bytes_of.most_common(1)[0]
     count = len(regions[verb, name])
-    return f"{verb} {name} in {count} more block{'s' if count > 1 else ''}, {format_bytes(size)}"
+    return f"{verb} {plain_name(name)} in {count} more block{'s' if count > 1 else ''}, {format_bytes(size)}"
 
 
 def waiting_bytes(simulation: Simulation) -> int:
@@ -119,9 +120,13 @@ def _name_instant(trace: Trace, instant: int) -> str:
         return "before the first op"
     tick = min(instant // 2, len(trace.ops) - 1)
     op = trace.ops[tick]
-    place = f" of {op.module}" if op.module else ""
     timing = "before " if instant % 2 == 0 and instant // 2 < len(trace.ops) else ""
-    return f"{op.phase.value}{place} ({timing}{op.name})"
+    if not op.module:
+        return f"{op.phase.value} ({timing}{op.name})"
+    place = plain_place(op.module, op.name)
+    if timing:
+        place = place.replace("(", f"({timing}") if "(" in place else f"{place} (before it)"
+    return f"{op.phase.value} of {place}"
 
 
 def category_curves(simulation: Simulation) -> dict[str, Ints]:

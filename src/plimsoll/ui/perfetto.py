@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from plimsoll.artifacts.naming import plain_name
 from plimsoll.artifacts.plan import Plan, TimelinePoint
 from plimsoll.errors import InvalidReport
 from plimsoll.ui.document import name_budget, seconds_of
@@ -95,7 +96,7 @@ def _peak(plan: Plan, starts: Sequence[float], process: int) -> dict[str, Any]:
     """
     at = max(range(len(starts)), key=lambda index: plan.timeline[index].bytes)
     point = plan.timeline[at]
-    held = {holder.label: format_bytes(holder.bytes) for holder in plan.peak.holders[:_HOLDERS_NAMED]}
+    held = {plain_name(holder.label): format_bytes(holder.bytes) for holder in plan.peak.holders[:_HOLDERS_NAMED]}
     name = f"peak {format_bytes(point.bytes)}, {point.moment}"
     return _event("i", name, process, tid=_PHASES, ts=starts[at], s="g", cat="peak", args=held)
 

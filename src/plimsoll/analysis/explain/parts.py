@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from plimsoll.artifacts.explained import MemoryPart
-from plimsoll.artifacts.naming import region_in_label
+from plimsoll.artifacts.naming import plain_name, region_in_label
 from plimsoll.artifacts.plan import Holder, Peak
 from plimsoll.artifacts.trace import Category, Storage, Trace
 from plimsoll.planning.describe import forward_end
@@ -41,7 +41,7 @@ def parts_of_peak(trace: Trace, peak: Peak, regions: Sequence[str]) -> tuple[Mem
             name=part,
             bytes=bytes_of[part],
             share=bytes_of[part] / peak.bytes if peak.bytes else 0.0,
-            largest=holders[0].label if holders and GROUP_OF[part] != STATE else "",
+            largest=plain_name(holders[0].label) if holders and GROUP_OF[part] != STATE else "",
         )
         for part, holders in held.items()
     )

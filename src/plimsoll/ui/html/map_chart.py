@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from plimsoll.artifacts.decision import Decision
-from plimsoll.artifacts.naming import name_call
+from plimsoll.artifacts.naming import name_call, plain_name
 from plimsoll.artifacts.plan import RegionPlan, ValueDecision
 from plimsoll.ui.document import DecisionMap
 from plimsoll.ui.html.drawing import GREEN, GREY, ORANGE, Axis, Cells, Drawing, shorten
@@ -48,7 +48,7 @@ def draw_map(chart: DecisionMap) -> Drawing:
     names = [name_call(region.name, region.call) for region in regions]
     return Drawing(
         layers=[Cells(rows=rows)],
-        x=Axis(ticks=list(enumerate(values)) if is_named else (), turned_degrees=55, has_grid=False),
+        x=Axis(ticks=list(enumerate(map(plain_name, values))) if is_named else (), turned_degrees=55, has_grid=False),
         y=Axis(ticks=list(enumerate(names)), is_downward=True, has_grid=False),
         height=_height(len(regions)),
         description=f"Decisions for {len(values)} kinds of saved values in {len(regions)} regions.",

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from plimsoll.artifacts.costs import Basis
 from plimsoll.artifacts.estimate import BudgetItem, Estimate, MeasuredFigure, StageEstimate, SwitchSetting
+from plimsoll.artifacts.naming import plain_name
 from plimsoll.artifacts.trace import runs_gpu_kernels
 from plimsoll.ui.document import (
     UNKNOWN,
@@ -317,7 +318,7 @@ def _peak(estimate: Estimate) -> list[Element]:
     reserves.
     """
     stage = estimate.tightest
-    holders = [(holder.label, format_bytes(holder.bytes)) for holder in stage.peak.holders[:_HOLDERS_SHOWN]]
+    holders = [(plain_name(holder.label), format_bytes(holder.bytes)) for holder in stage.peak.holders[:_HOLDERS_SHOWN]]
     elements: list[Element] = [Table(rows=holders, numbers=(1,))]
     if stage.reserved_bytes is not None and estimate.expandable_bytes is not None:
         elements.append(

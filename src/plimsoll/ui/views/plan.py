@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from plimsoll.artifacts.decision import Decision, Status
-from plimsoll.artifacts.naming import compress_names, kind_of, name_call, region_in_label, with_rest
+from plimsoll.artifacts.naming import compress_names, kind_of, name_call, plain_name, region_in_label, with_rest
 from plimsoll.artifacts.other_budgets import HEADER, TITLE, OtherBudgets
 from plimsoll.artifacts.plan import Holder, Peak, Plan, RegionPlan, ValueDecision
 from plimsoll.ui.document import (
@@ -270,7 +270,7 @@ def _grouped(holders: Sequence[Holder], regions: Sequence[str]) -> list[tuple[st
         elif verb:
             label = f"{verb} {compress_names(list(dict.fromkeys(name for _, name in members)))} ({len(members)} values)"
         else:
-            label = f"{label} ({len(members)} times)"
+            label = f"{plain_name(f'{label}#0')} ({len(members)} times)"
         rows.append((label, sum(holder.bytes for holder, _ in members)))
     return sorted(rows, key=lambda row: -row[1])
 
