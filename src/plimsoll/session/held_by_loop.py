@@ -32,8 +32,9 @@ _MOST_PATIENCE = 64
 _PATIENT_FROM = 8
 """From this many searches in a row that found nothing, the next one waits.
 
-Making plans leaves memory behind that is no tensor, and the first steps of each kind were searched in vain. A search that
-waited after them missed a copy of the state for up to three micro-batches, which exceeded the budget by 15% in silence.
+Planning allocates memory that is not in tensors, so searches in the first steps of each kind found nothing. When searches
+waited after that, they missed a copy of the state for up to three micro-batches. Those exceeded the budget by 15% without a
+message.
 """
 _MOST_LEVELS = 8
 _ALIKE = 4
@@ -191,7 +192,7 @@ class HeldByLoop:
         """
         more_bytes, before_bytes = max(0, visible_bytes - was_visible_bytes), self._more_bytes
         self._more_bytes = more_bytes
-        # A copy of the weights, and then a number that the loop keeps, are no record: all of the copy was taken for one.
+        # A copy of the weights and then a number that the loop keeps do not count as a record. Before, the whole copy did.
         is_record = more_bytes > 0 and before_bytes / _ALIKE <= more_bytes <= before_bytes * _ALIKE
         self._run_bytes = self._run_bytes + more_bytes if is_record else more_bytes
         if not is_record:

@@ -99,8 +99,8 @@ class PartCalls:
                 self._trained_alone.update(self._names)
                 self._preparing -= self._trained_alone
             self._names = {}
-            # Another object: graphs of the step that has ended call back only the one that has noted them. A backward through
-            # parts that prepared the last step's batch counted for this step.
+            # Another object: graphs of the step that has ended still call back the old one. Otherwise a backward through parts
+            # that prepared the last step's batch counted for this step.
             self._graphs = _no_graphs()
 
     def _before(self, name: str) -> Callable[..., None]:

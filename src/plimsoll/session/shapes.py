@@ -339,9 +339,9 @@ class ShapePlans:
     def _report_floor(self, shapes: Shapes, error: BudgetBelowFloor) -> None:
         """Report that no plan fits a batch of these shapes: with an error, with a warning, or by measuring its step first.
 
-        A forecast that may be too high is never an error. What the loop holds may be a record that has just begun to grow,
-        several forwards are all counted as the largest, and a forecast may have failed before. (A Faster R-CNN exceeded its
-        forecast once, the excess made the next new shape too large, and its refusal ended a training that had changed weights.)
+        A forecast that may be too high is never an error. The loop may hold a record that has just begun to grow. Several
+        forwards are all counted as the largest. And a forecast may have failed before: a Faster R-CNN exceeded its forecast
+        once, the excess made the next new shape too large, and its refusal ended a training that had changed weights.
         """
         may_be_too_high = self._has_exceeded or self._in_flight > 1 or self._room.account.held_by_loop > 0
         is_new = shapes not in self._known

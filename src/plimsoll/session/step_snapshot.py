@@ -82,7 +82,7 @@ class StepSnapshot:
         self._batch = [(t, version_of(t)) for t in output_tensors(given) if not t.is_inference()]
         self._trains = [(parameter, parameter.requires_grad) for parameter, _ in self._parameters]
         trained = {id(parameter): parameter for parameter, _ in self._parameters}
-        # A learned loss is no part of the model, and the same optimizer trains it. Its gradients would be added up twice.
+        # The same optimizer may train a learned loss, outside of the model. Its gradients would be added up twice.
         trained |= {id(other): other for each in companions for other in _trained_with(each, trained.keys())}
         self._gradients = [(parameter, _KeptGradient(gradient_of(parameter))) for parameter in trained.values()]
         self._waiting = KeptWaiting(model)
