@@ -15,9 +15,7 @@ import argparse
 import contextlib
 import gc
 import itertools
-import logging
 import sys
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -41,6 +39,7 @@ import plimsoll
 from benchmarks.counted_allocations import AllocationCounter, run_counted
 from benchmarks.machine import device_name, page_head, versions
 from benchmarks.page import format_table
+from benchmarks.said import everything_said
 from plimsoll.tracing.meters.timing import one_thread
 from plimsoll.units import MIB
 
@@ -187,17 +186,6 @@ class Training:
     warned: list[tuple[int, str]]
 
 
-class Lines(logging.Handler):
-    """Appends the text of log records at the level of warnings to a list."""
-
-    def __init__(self, lines: list[str]) -> None:
-        super().__init__(logging.WARNING)
-        self._lines = lines
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self._lines.append(record.getMessage())
-
-
 def train(kind: str, steps: int, budget: int | None = None) -> Training:
     """Train a model of one kind from the same seed, under a budget if there is one."""
     counter = AllocationCounter()
@@ -208,13 +196,7 @@ def train(kind: str, steps: int, budget: int | None = None) -> Training:
     model = build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     losses, peaks, warned, fixed_bytes = [], [], [], 0
-    caught: list[str] = []
-    log = Lines(caught)
-    with warnings.catch_warnings(), contextlib.ExitStack() as stack:
-        warnings.simplefilter("always")
-        warnings.showwarning = lambda message, *_, **__: caught.append(str(message))
-        logging.getLogger("plimsoll").addHandler(log)
-        stack.callback(logging.getLogger("plimsoll").removeHandler, log)
+    with everything_said() as caught, contextlib.ExitStack() as stack:
         if budget is not None:
             stack.enter_context(plimsoll.attach(model, budget, optimizer=optimizer))
         for number in range(steps):
