@@ -382,6 +382,44 @@ class Masking(Branching):
         return super().forward(x) if mask is None else super().forward(x).masked_fill(mask, 0.0)
 
 
+class Comparing(Branching):
+    """A branching block that does something else if its two arguments are one tensor. It saves the tensor or not."""
+
+    def forward(self, x: torch.Tensor, other: torch.Tensor, *saves: bool) -> torch.Tensor:
+        wide = torch.tanh(self.up(x)) if saves else torch.tanh(self.up.bias + x[:, :1])
+        if x.detach()[0, 0].item() < 0:
+            wide = wide.sin() if other is x else wide.sigmoid()
+        return x + self.down(F.gelu(wide))
+
+
+class TakingOneTwice(nn.Module):
+    def __init__(self, *saves: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Comparing(as_it_is) for _ in range(2))
+        self._saves = saves
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x, x, *self._saves)
+        return x
+
+
+@pytest.mark.parametrize("saves", [(True,), ()], ids=["saved by autograd", "not saved"])
+def test_arguments_that_are_one_tensor_are_one_tensor_in_a_second_run(saves: tuple[bool, ...], managed: Any):
+    torch.manual_seed(0)
+    plain = TakingOneTwice(*saves)
+    with torch.no_grad():
+        for block in plain.blocks:
+            block.down.weight.mul_(0.01)
+    model = copy.deepcopy(plain)
+    handle = managed(model)
+    for number in (10, 11, 12):
+        expected = trained(plain, number, takes_way=True)
+        assert all(map(torch.equal, expected, trained(model, number, takes_way=True)))
+    # The second run of the first call was recorded, so the second call has a recipe.
+    assert [(outcome.streams, outcome.reruns) for outcome in handle.outcomes()] == [(2, 1), (2, 1)]
+
+
 LAYOUTS: dict[str, Callable[[], torch.Tensor]] = {
     "a view with gaps": lambda: (torch.rand(ROWS, 3 * WIDTH) > 0.5)[:, 1 : WIDTH + 1],
     "transposed": lambda: (torch.rand(WIDTH, ROWS) > 0.5).t(),

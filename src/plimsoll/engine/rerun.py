@@ -180,7 +180,7 @@ class Entrance:
         self._training = [(inner, inner.training) for inner in self.subject.module.modules()]
         places = zip(self._reader.places, self.entry.sources, strict=True)
         self._sources = [(*place, id(source), _alias(source)) for place, source in places if source is not None]
-        self.arguments = tree_map_only(torch.Tensor, taken, self.arguments)
+        self.arguments = tree_map_only(torch.Tensor, _once_for_each(taken), self.arguments)
         self.entry = self.entry._replace(sources=[], inputs=[])  # they would hold the graph that made them
 
     def refuse_changed(self) -> None:
@@ -357,7 +357,7 @@ class Rerun:
         return made
 
     def _once(self) -> dict[int, torch.Tensor]:
-        args, kwargs = tree_map_only((torch.Tensor, _Copy), _argument, self._entrance.arguments)
+        args, kwargs = tree_map_only((torch.Tensor, _Copy), _once_for_each(_argument), self._entrance.arguments)
         saved: list[torch.Tensor] | None = None
         record, self._record = self._record, None  # a second backward through the same graph learns nothing more
         is_alone = modes_around() is None and not is_capturing(self._entrance.subject.device_type)
@@ -435,6 +435,21 @@ def _argument(held: torch.Tensor | _Copy) -> torch.Tensor:
     if isinstance(held, torch.Tensor):
         return _alias(held)
     return held.as_it_was().detach().requires_grad_(held.requires_grad)
+
+
+def _once_for_each(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return a function that calls ``function`` once for each object, and returns the same result for the same object.
+
+    Forward may ask whether two arguments are one object (``query is key``). The objects must live as long as the function.
+    """
+    known: dict[int, Any] = {}
+
+    def call(value: Any) -> Any:
+        if id(value) not in known:
+            known[id(value)] = function(value)
+        return known[id(value)]
+
+    return call
 
 
 def _alias(tensor: torch.Tensor) -> torch.Tensor:
