@@ -194,13 +194,13 @@ def test_another_plan_is_served_by_what_was_recorded_under_the_first(recordings)
     assert differences(train(zoo.build("llama"), plain, len(order)), found) == []
 
 
-def test_one_wrong_recipe_takes_back_the_trust_in_recordings(recordings, drifting):
-    """A number that no torch call shows has changed before backward: the step stops, and every later size is watched."""
+def test_after_one_wrong_recipe_the_region_keeps_everything_at_every_size(recordings, drifting):
+    """A number that no torch call shows has changed before backward: the step stops, and no later size has a recipe."""
     torch.manual_seed(0)
     model = stack_of(lambda: Inner(lambda x: (x + drifting(x.detach())).sin()), count=1)()
     sizes = [(2, tokens) for tokens in (12, 30, 18, 26, 22, 34)]
     step = step_of(sizes)
-    with manage(model):
+    with manage(model) as handle:
         train(model, step, 4)
         assert set(recordings.values()) == {3}
         loss = weigh(model(batch(4, *sizes[4], 8)))
@@ -208,8 +208,10 @@ def test_one_wrong_recipe_takes_back_the_trust_in_recordings(recordings, driftin
         with pytest.raises(ReplayMismatch):
             loss.backward()
         model.zero_grad()
-        step(model, 5)
-    assert set(recordings.values()) == {4}
+        for index in (5, 0):  # a new size, and one with a recipe
+            step(model, index)
+        assert [outcome.engine for outcome in handle.outcomes()].count(Engine.KEEP) == 2
+    assert set(recordings.values()) == {3}
 
 
 @torch.jit.script

@@ -17,6 +17,7 @@ from torch import nn
 
 import plimsoll
 from long_cases import some
+from plimsoll.artifacts.decision import Engine
 from plimsoll.engine.apply import Handle
 from plimsoll.errors import ReplayMismatch, SavedTensorModified
 from plimsoll.tracing.meters.memory import PeakMeter
@@ -288,6 +289,28 @@ def test_state_that_changes_before_backward_is_found_and_ends_in_an_error(manage
         warnings.simplefilter("ignore")
         found = trained(model, 21, takes_way=True)
     assert all(map(torch.equal, trained(plain, 21, takes_way=True), found))
+
+
+def test_after_a_wrong_second_run_the_region_keeps_everything_at_every_size_and_under_every_plan(managed: Any):
+    batch = torch.rand(ROWS, WIDTH)
+    twin, model = pair_of(depends_on_a_scale)
+    other = plimsoll.plan(twin, batch, loss=mean_square, strategy="selective:gelu")
+    handle = managed(model)
+    mean_square(model(batch[:32])).backward()
+    loss = mean_square(step_of(model, 20, takes_way=True))
+    SCALE[0] = 2.0
+    try:
+        with pytest.raises(ReplayMismatch, match=r"region '1' .*\n.*\n.*from now on the region keeps all"):
+            loss.backward()
+    finally:
+        SCALE[0] = 1.0
+    for plan in (handle.plan, other):
+        handle.switch(plan)
+        for rows in (32, 48, ROWS):  # known, new, and the size that failed
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                model(batch[:rows])
+        assert [(each.name, each.engine) for each in handle.outcomes() if each.name == "1"] == [("1", Engine.KEEP)] * 3
 
 
 def test_a_parameter_that_is_written_before_backward_ends_in_an_error(managed: Any):

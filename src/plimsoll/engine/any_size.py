@@ -74,17 +74,6 @@ class Recordings:
         self._most = most
         self._watched: dict[Any, dict[Stream, Recording]] = {}
         self._families: dict[Any, list[_Family]] = {}
-        self._is_trusted = True
-
-    def distrust(self) -> None:
-        """Discard all recordings, and derive none from now on: each signature (shapes, dtypes and other state of a call) must
-        be recorded itself.
-
-        Called after a recipe has rebuilt a tensor that differs from forward's.
-        """
-        self._is_trusted = False
-        self._watched.clear()
-        self._families.clear()
 
     def add(self, signature: tuple[Any, ...], recording: Recording) -> None:
         """Store the recording of a call with this signature (shapes and dtypes of its inputs, and other state).
@@ -92,8 +81,6 @@ class Recordings:
         If recipes for other sizes may be derived from the recording, add it to its family too (recordings that differ in
         numbers only).
         """
-        if not self._is_trusted:
-            return
         if len(self._watched) >= self._most and signature not in self._watched:
             del self._watched[next(iter(self._watched))]
         watched = self._watched.setdefault(signature, {})

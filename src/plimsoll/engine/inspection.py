@@ -159,7 +159,7 @@ class Inspection:
         difference = copy.compare(value)
         if difference is None:
             return value
-        replay.recipes.distrust(cell.index)
+        replay.recipes.distrust()
         if not self._has_reported:
             self._has_reported = True
             self._inspector.report(self._fault(replay, cell.index, difference))

@@ -74,6 +74,10 @@ class Shared:
     splits_backward: bool = False
     unmet: UnmetNames = field(default_factory=UnmetNames)
     """Collects the names of values in the plan that no call of their region (a module that the plan decides about) makes."""
+    distrusted: set[str] = field(default_factory=set)
+    """The names of the regions (modules that the plan decides about) that have rebuilt a wrong tensor. They keep everything,
+    under each signature (shapes, dtypes and other state) and each plan.
+    """
     larger: LargerCalls = field(default_factory=LargerCalls)
     order: CallOrder = field(default_factory=CallOrder)
     recording: threading.Lock = field(default_factory=threading.Lock)
@@ -107,7 +111,11 @@ class Program:
         self.packer = RegionPacker(plan, shared.packer, shares)
         self.sampler: Sampler = Sampler(plan, shared.policy, None if like is None else like.sampler)
         self.recipes: Recipes = Recipes(
-            plan, self.sampler, Halves() if shared.splits_backward else None, None if like is None else like.recipes
+            plan,
+            self.sampler,
+            Halves() if shared.splits_backward else None,
+            shared.distrusted,
+            None if like is None else like.recipes,
         )
         self.is_self_compiling = is_self_compiling
         self._shared = shared

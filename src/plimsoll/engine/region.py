@@ -110,7 +110,10 @@ class ManagedRegion(ReplacedForward):
         self._untouched = {id(plan) for plan in self._plans if plan.is_left_alone}
 
     def forget(self) -> None:
-        """Discard all recordings of this region's calls, so that the next calls are recorded again."""
+        """Discard all recordings of this region's calls, so that the next calls are recorded again, even if the region has
+        rebuilt a wrong tensor before.
+        """
+        self._shared.distrusted.discard(self.name)
         self.services.clear()
         self._recordings = Recordings(MAX_SIGNATURES)
         self.learning = Learning()
@@ -149,10 +152,10 @@ class ManagedRegion(ReplacedForward):
             service = self._admit(key, plan, entry)
         if service.engine is not Engine.RECIPE:
             return self._keeping(args, kwargs)
-        if service.has_failed():
+        if self.name in self._shared.distrusted:
             # Other regions may have the same fault, and their samples may not have caught it yet.
-            self._shared.alarm.has_wrong_number |= service.is_open
-            self._recordings.distrust()
+            self._shared.alarm.has_wrong_number |= any(each.is_open for each in self.services.values())
+            self._recordings = Recordings(MAX_SIGNATURES)
             self._give_up(service, "a rebuilt tensor differs from the tensor of forward")
             return self._keeping(args, kwargs)
         if self._shared.alarm.has_wrong_number and service.is_open:
@@ -217,8 +220,6 @@ class ManagedRegion(ReplacedForward):
             del self.services[min(self.services, key=lambda other: self.services[other].last_call)]
         latest = max(self.services.values(), key=lambda other: other.last_call, default=None)
         service = self.services[key] = Service(plan, self._shared.alarm, self.learning)
-        if any(other.has_failed() for other in self.services.values()):
-            self._recordings.distrust()
         known = self._recordings.at(entry.signature)
         if known and latest is not None:
             is_linked = self._shared.links.has_made_first(entry.inputs)
@@ -396,7 +397,8 @@ class ManagedRegion(ReplacedForward):
             is_linked = self._shared.links.has_made_first(entrance.entry.inputs)
             signature = entrance.entry.signature
             record = functools.partial(self._record_again, service=service, signature=signature, is_linked=is_linked)
-        Rerun(entrance, service.distrust, record).drop(opened.call, partly_unset)
+        distrust = functools.partial(self._shared.distrusted.add, self.name)
+        Rerun(entrance, distrust, record).drop(opened.call, partly_unset)
         service.reruns += 1
         return None
 

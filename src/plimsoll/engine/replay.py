@@ -58,17 +58,21 @@ class Recipes:
     reads in the same order.
     """
 
-    def __init__(self, plan: ReplayPlan, sampler: Sampler, halves: Halves | None, like: Recipes | None = None) -> None:
+    def __init__(
+        self,
+        plan: ReplayPlan,
+        sampler: Sampler,
+        halves: Halves | None,
+        distrusted: set[str],
+        like: Recipes | None = None,
+    ) -> None:
         self.plan = plan
         self.sampler = sampler
         self.halves = halves
         self.signs = plan.signs
         self.is_learning: bool = like is None or like.is_learning
         self.code: Code = plan.compile(None if like is None or like.is_learning else like.code.order)
-        self._failures: list[int] = [] if like is None else like._failures
-        """The numbers of saved tensors (in the order of saving) whose rebuilt tensor differed from forward's, here or in
-        ``like`` (the two share this list).
-        """
+        self._distrusted = distrusted
         self.given_away: set[int] = set() if like is None else set(like.given_away)
         """The numbers of saved tensors (in the order of saving) that custom autograd functions read. Such a function gets a
         copy (see `CallReplay._given`).
@@ -95,18 +99,11 @@ class Recipes:
             bound.append(local_of(found).clone() if is_copied else found)
         return bound
 
-    @property
-    def has_failed(self) -> bool:
-        """Whether a rebuilt tensor has ever differed from forward's tensor. If so, the region (a module that the plan decides
-        about) no longer uses recomputation.
+    def distrust(self) -> None:
+        """Note that a rebuilt tensor differs from forward's tensor. The region (a module that the plan decides about) keeps
+        everything from its next call on.
         """
-        return bool(self._failures)
-
-    def distrust(self, slot: int) -> None:
-        """Note that the rebuilt tensor with this number (in the order of saving) differs from forward's tensor. Afterwards
-        ``has_failed`` is true.
-        """
-        self._failures.append(slot)
+        self._distrusted.add(self.plan.name)
 
     def use_order(self, order: tuple[int, ...]) -> None:
         """Generate code for ``order``: backward has just read the saved tensors in this order. Later calls use this code."""
@@ -155,7 +152,7 @@ class Recipes:
         Raises:
             ReplayMismatch: always. The message says which op or which codec is the likely cause.
         """
-        self.distrust(slot)
+        self.distrust()
         graph, packed, region = self.plan.graph, self.plan.choice.packed, self.plan.name
         value = graph.values[graph.slots[slot].value]
         again = (

@@ -85,7 +85,6 @@ class Service:
         self._idle_changes = 0
         self.reads_values = False
         """Whether a recorded call has read values of tensors, so that any call may make other torch calls."""
-        self._is_distrusted = False
         self.may_rerun = True
         """Whether backward could run the forward of the last unknown call again. A call is unknown if its torch calls, or the
         tensors that it saved, match no recording.
@@ -115,18 +114,6 @@ class Service:
 
     def _all(self) -> list[Program]:
         return [*self._programs.values(), *(each.latest for each in self._open.values())]
-
-    def has_failed(self) -> bool:
-        """Return whether a tensor that was rebuilt, by recorded ops or by a second forward, has ever differed from forward's
-        tensor.
-        """
-        return self._is_distrusted or any(program.recipes.has_failed for program in self._all())
-
-    def distrust(self) -> None:
-        """Note that a second run of the region's forward has made other tensors than the first. The region (a module that the
-        plan decides about) then keeps everything.
-        """
-        self._is_distrusted = True
 
     def is_watched(self, scalars: Callable[[], tuple[Any, ...]]) -> bool:
         """Return whether the call of the region (a module that the plan decides about) that begins now shall be recorded.
