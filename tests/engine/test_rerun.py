@@ -32,6 +32,13 @@ def _counting(calls: list[int], *_: Any) -> None:
     calls.append(1)
 
 
+class Counting:
+    """An object of the model's own class that counts."""
+
+    def __init__(self) -> None:
+        self.total, self.cells = 0, {"seen": []}
+
+
 class Branching(nn.Module):
     """A block that takes ``way`` if the first number of its input is negative. No step has taken it when recording ends."""
 
@@ -42,6 +49,7 @@ class Branching(nn.Module):
         self.register_buffer("total", torch.zeros(()))
         self.calls, self.scale, self.seen = 0, 1.0, []
         self.own = None
+        self.mean, self.counter = torch.ones(()), Counting()
         self._way = way
 
     def forward(self, x: torch.Tensor, *options: Any) -> torch.Tensor:
@@ -77,6 +85,31 @@ def replaces_a_buffer(block: Branching, wide: torch.Tensor) -> torch.Tensor:
     return found
 
 
+def replaces_a_tensor(block: Branching, wide: torch.Tensor) -> torch.Tensor:
+    found = wide.sin() * block.mean
+    block.mean = 0.5 * block.mean + wide.detach().mean()
+    return found
+
+
+def writes_a_tensor(block: Branching, wide: torch.Tensor) -> torch.Tensor:
+    found = wide.sin() * block.mean.clone()
+    block.mean.mul_(0.5).add_(wide.detach().mean())
+    return found
+
+
+def sets_a_new_attribute(block: Branching, wide: torch.Tensor) -> torch.Tensor:
+    """Take another way in the first call."""
+    found = wide.sin() if hasattr(block, "has_run") else wide.cos()
+    block.has_run = True
+    return found
+
+
+def counts_in_an_object(block: Branching, wide: torch.Tensor) -> torch.Tensor:
+    block.counter.total += 1
+    block.counter.cells["seen"].append(block.counter.total)
+    return wide.sin() * sum(block.counter.cells["seen"])
+
+
 def leaves_memory_unset(block: Branching, wide: torch.Tensor) -> torch.Tensor:
     logits = wide.reshape(48, 2, -1).log_softmax(-1)
     targets, lengths = torch.randint(1, 9, (2, 5), generator=torch.Generator().manual_seed(0)), torch.tensor([5, 2])
@@ -93,6 +126,11 @@ WAYS: dict[str, Way] = {
     "a number of calls": counts,
     "a running mean in place": writes_what_it_reads,
     "a buffer that is replaced": replaces_a_buffer,
+    "a list whose length is used": lambda block, wide: (block.seen.append(1), wide.sin() * len(block.seen))[1],
+    "a tensor that is replaced": replaces_a_tensor,
+    "a tensor in place": writes_a_tensor,
+    "a new attribute": sets_a_new_attribute,
+    "an object that counts": counts_in_an_object,
     "memory that is partly unset": leaves_memory_unset,
     "a product in place": lambda block, wide: (wide * 2).sin_().mul_(0.5).exp(),
 }
@@ -165,6 +203,8 @@ def test_a_way_that_was_never_recorded_is_run_again_and_keeps_every_bit(kind: st
     assert reruns(model) >= len(model)
     assert [len(block.seen) for block in model] == [len(block.seen) for block in plain]
     assert [block.calls for block in model] == [block.calls for block in plain]
+    assert [block.mean for block in model] == [block.mean for block in plain]
+    assert [vars(block.counter) for block in model] == [vars(block.counter) for block in plain]
     assert all(map(torch.equal, plain.buffers(), model.buffers()))
 
 
@@ -245,13 +285,40 @@ def writes_a_large_buffer(block: Branching, wide: torch.Tensor) -> torch.Tensor:
     return wide.sin() * block.memory[0]
 
 
-@pytest.mark.parametrize("way", [draws_from_its_own_generator, calls_a_hooked_part, writes_a_large_buffer])
+def writes_a_large_tensor(block: Branching, wide: torch.Tensor) -> torch.Tensor:
+    block.large.add_(1)
+    return wide.sin() * block.large[0]
+
+
+def replaces_a_large_tensor(block: Branching, wide: torch.Tensor) -> torch.Tensor:
+    """Replace a tensor that takes more bytes than the call saves, so that holding it would save nothing."""
+    block.large = block.large + 1
+    return wide.sin() * block.large[0]
+
+
+def appends_to_a_long_list(block: Branching, wide: torch.Tensor) -> torch.Tensor:
+    block.long.append(1)
+    return wide.sin() * len(block.long)
+
+
+UNFIT = (
+    draws_from_its_own_generator,
+    calls_a_hooked_part,
+    writes_a_large_buffer,
+    writes_a_large_tensor,
+    replaces_a_large_tensor,
+    appends_to_a_long_list,
+)
+
+
+@pytest.mark.parametrize("way", UNFIT)
 def test_a_way_that_must_not_run_twice_keeps_its_activations(way: Way, managed: Any):
     plain, model = pair_of(way)
     seen: dict[int, list[int]] = {id(plain): [], id(model): []}
     for each in (plain, model):
         for block in each:
-            block.own = torch.Generator().manual_seed(1)
+            block.own = torch.Generator().manual_seed(1) if way is draws_from_its_own_generator else None
+            block.large, block.long = torch.zeros(1 << 16), [0] * 20_000
             if way is writes_a_large_buffer:
                 block.register_buffer("memory", torch.zeros(1 << 16))
             if way is calls_a_hooked_part:

@@ -134,10 +134,6 @@ class SignatureReader:
         """
         return tuple([holder.get(name) for holder, name in self._scalars])
 
-    def scalar_values(self) -> list[tuple[dict[str, Any], str, Any]]:
-        """Return where these attributes are (a module's ``__dict__`` and a name), each with its current value."""
-        return [(holder, name, holder[name]) for holder, name in self._scalars if name in holder]
-
     def _sources(self) -> tuple[list[torch.Tensor | None], tuple[bool, ...]]:
         """Return the current parameters and buffers of the region (a module that the plan decides about), and a tuple that says
         for each whether it requires a gradient.

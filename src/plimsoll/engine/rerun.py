@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -30,6 +30,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from plimsoll.engine.attributes import AttributesBefore
 from plimsoll.engine.capturing import is_capturing
 from plimsoll.engine.guards import Entry, SignatureReader
 from plimsoll.engine.hooks import GONE, Cell, OpenCall, modified_in_place
@@ -55,7 +56,7 @@ _PLAIN_ARGUMENTS = (bool, int, float, complex, str, type(None), torch.dtype, tor
 _ADVANCED = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState, Iterator)
 _UNASKED_BYTES = 1 << 16
 """The small buffers of a region are copied before each of its calls if they take at most this many bytes together. Larger
-ones are copied only after a call has written to them.
+ones are copied only after a call has written to them. Tensors in attributes are copied up to this many bytes together.
 """
 
 Record = Callable[[tuple[Any, ...], dict[str, Any]], list[torch.Tensor] | None]
@@ -84,16 +85,19 @@ class Entrance:
         self.arguments = (args, kwargs)
         self.random = RandomState()
         self.entry, self._reader = entry, reader
-        self._scalars = reader.scalar_values()
-        self._versions = _versions(entry)
-        small = {id(each): each for each in self.sources if _is_small_buffer(each)}
-        is_copied = writes_buffers or sum(each.nbytes for each in small.values()) <= _UNASKED_BYTES
-        self._before = {identity: each.detach().clone() for identity, each in small.items() if is_copied}
-        """Copies of the small buffers that forward may write to, by the id of the buffer."""
+        self._attributes = AttributesBefore(subject.module.modules())
+        watched = (*entry.sources, *entry.inputs, *self._attributes.tensors)
+        self._watched = [(tensor, tensor._version) for tensor in watched if tensor is not None]
+        """The tensors that forward may write to, each with its version before forward."""
+        buffers = {id(each): each for each in self.sources if _is_small_buffer(each)}
+        is_copied = writes_buffers or sum(each.nbytes for each in buffers.values()) <= _UNASKED_BYTES
+        copied = (buffers if is_copied else {}) | _smallest(self._attributes.tensors)
+        self._before = {identity: (each, each.detach().clone()) for identity, each in copied.items()}
+        """The small buffers and tensor attributes that forward may write to, each with a copy, by the id of the tensor."""
         self._copies: list[tuple[torch.Tensor, int | None, torch.Tensor]] = []
-        """The small buffers, and the small parameters that autograd has not saved (biases), each with its version and a copy of
-        its contents. Forward or other code may write to them before backward. The version is ``None`` if forward itself may
-        have written: batch norm writes without a new version.
+        """The small buffers and tensor attributes, and the small parameters that autograd has not saved (biases), each with its
+        version and a copy of its contents. Forward or other code may write to them before backward. The version is ``None`` if
+        forward itself may have written: batch norm writes without a new version.
         """
         self.writes_new_buffers = False
         """Whether forward has written to small buffers that were not copied before. `obstacle` sets this."""
@@ -125,33 +129,40 @@ class Entrance:
         if any(inner._forward_hooks or inner._forward_pre_hooks for inner in hooked):
             return "its submodules have hooks, which would run twice"
         attributes = (value for inner in module.modules() for value in attributes_of(inner).values())
-        held = with_contents(attributes, attributes_as_well=True).values()
-        if any(isinstance(value, _ADVANCED) for value in held):
+        held = with_contents(attributes, attributes_as_well=True)
+        if any(isinstance(value, _ADVANCED) for value in held.values()):
             return "it holds a random generator or an iterator, which a second run would advance"
-        if written := self._written(call):
+        if written := self._written(call, held):
             return written
         alive = zip(call.cells, call.tensors, strict=True)
         if any(cell is not GONE and cell.version_now(tensor) != cell.version for cell, tensor in alive):
             return "it writes to tensors that autograd has saved"
         return ""
 
-    def _written(self, call: OpenCall) -> str:
-        """Return the reason why the inputs of a second run cannot be restored, or "": forward may have written to them."""
-        tensors = [tensor for tensor in (*self.entry.sources, *self.entry.inputs) if tensor is not None]
-        written = [each for each, version in zip(tensors, self._versions, strict=True) if each._version != version]
-        given = set(map(id, self.entry.inputs))
-        if any(id(each) in given or not _is_small_buffer(each) for each in written):
-            return "it writes to its arguments, to parameters or to large buffers"
-        self.writes_new_buffers = any(id(each) not in self._before for each in written)
+    def _written(self, call: OpenCall, held: Mapping[int, Any]) -> str:
+        """Return the reason why the inputs of a second run cannot be restored, or "": forward may have written to them.
+
+        ``held`` are the values in attributes of the modules after forward, by their ids.
+        """
+        written = {id(tensor) for tensor, version in self._watched if tensor._version != version}
+        restorable = {id(each) for each in self.sources if _is_small_buffer(each)} | self._before.keys()
+        if not written <= restorable.difference(map(id, self.entry.inputs)):
+            return "it writes to its arguments, to parameters, or to large buffers or tensors in attributes"
+        if self._attributes.has_written_large():
+            return "it writes to a container with very many items"
+        self.writes_new_buffers = not written <= self._before.keys()
         if self.writes_new_buffers:
             return "it is the first call that writes to its buffers, and they were not copied before"
-        if written and sum(each.nbytes for each in self._before.values()) >= self._saved_bytes(call):
-            return "copies of the buffers that it writes take as many bytes as it saves"
+        kept = [*self._attributes.replaced(held), *(copy for _, copy in self._before.values() if written)]
+        if kept and sum(each.nbytes for each in kept) >= self._saved_bytes(call, held.values()):
+            return "buffers and attributes from before the call take as many bytes as it saves"
         return ""
 
-    def _saved_bytes(self, call: OpenCall) -> int:
-        """Return the bytes that the call has saved, without its arguments, parameters and buffers."""
-        given = {_storage(tensor) for tensor in (*self.sources, *_tensors(self.arguments)) if is_plain(tensor)}
+    def _saved_bytes(self, call: OpenCall, held: Iterable[Any]) -> int:
+        """Return the bytes that the call has saved, without its arguments, parameters, buffers, and attributes (``held``)."""
+        attributes = [value for value in held if isinstance(value, torch.Tensor)]
+        tensors = (*self.sources, *_tensors(self.arguments), *attributes)
+        given = {_storage(tensor) for tensor in tensors if is_plain(tensor)}
         storages = {_storage(each): each.untyped_storage().nbytes() for each in call.tensors if is_plain(each)}
         return sum(count for storage, count in storages.items() if storage not in given)
 
@@ -168,12 +179,14 @@ class Entrance:
             return _Copy(tensor.detach().clone(), Geometry.of(tensor), tensor.requires_grad)
 
         small = {id(each): each for each in self.sources if _is_small(each, saved)}
-        self._copies = [
-            (each, None, self._before[identity])
-            if identity in self._before
-            else (each, each._version, each.detach().clone())
+        self._copies = [(each, None, copy) for each, copy in self._before.values()]
+        self._copies += [
+            (each, each._version, each.detach().clone())
             for identity, each in small.items()
+            if identity not in self._before
         ]
+        self._attributes.keep_changed()
+        self._watched, self._before = [], {}
         inputs = [each for each in self.entry.inputs if _storage(each) in saved]
         fixed = [each for each in self.sources if id(each) not in small]
         self._fixed = [(tensor.detach(), tensor._version) for tensor in (*fixed, *inputs)]
@@ -232,7 +245,7 @@ class Entrance:
 
     @contextlib.contextmanager
     def _module_back(self) -> Iterator[None]:
-        """Return a context manager. Inside, the module has the parameters, buffers, numbers and training flags of the first
+        """Return a context manager. Inside, the module has the parameters, buffers, attributes and training flags of the first
         run.
 
         ``torch.func.functional_call`` gives a module other parameters for one call, a loop may evaluate the model before
@@ -240,8 +253,6 @@ class Entrance:
         """
         replaced = []
         flags = [(inner, inner.training) for inner, _ in self._training]
-        for holder, name, value in self._scalars:
-            holder[name] = value  # `again` restores all attributes
         for inner, was_training in self._training:
             inner.training = was_training
         for holder, key, identity, alias in self._sources:
@@ -250,7 +261,8 @@ class Entrance:
                 replaced.append((holder, key, now))
                 holder[key] = alias
         try:
-            yield
+            with self._attributes.put_back():  # `again` restores the attributes of the modules
+                yield
         finally:
             for holder, key, now in replaced:
                 holder[key] = now
@@ -424,6 +436,17 @@ def _is_small_buffer(source: torch.Tensor) -> bool:
     return is_buffer and source.is_leaf and is_plain(source) and source.nbytes <= SMALL_BUFFER_BYTES
 
 
+def _smallest(tensors: Collection[torch.Tensor]) -> dict[int, torch.Tensor]:
+    """Return those small tensors that take few bytes together, the smallest first, by their ids."""
+    found, total = {}, 0
+    for each in sorted(filter(_is_small_buffer, tensors), key=lambda tensor: tensor.nbytes):
+        total += each.nbytes
+        if total > _UNASKED_BYTES:
+            break
+        found[id(each)] = each
+    return found
+
+
 def _is_other_buffer(now: torch.Tensor, alias: torch.Tensor) -> bool:
     """Return whether a buffer that has the id of an earlier buffer is a new one: forward may have replaced the earlier one,
     which is freed then. Parameters stay, but ZeRO-3 gives them other memory.
@@ -462,7 +485,3 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 def _storage(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
-
-
-def _versions(entry: Entry) -> list[int]:
-    return [tensor._version for tensor in (*entry.sources, *entry.inputs) if tensor is not None]

@@ -192,10 +192,16 @@ def with_contents(values: Iterable[Any], *, attributes_as_well: bool = False) ->
         if id(value) in found:
             continue
         found[id(value)] = value
-        pending.extend(_within(value))
-        if attributes_as_well and is_holder(value):
-            pending.extend((_attributes_of(value) or {}).values())
-            pending.extend(_in_slot(slot, value) for slot in _slots_of(value))
+        pending.extend(parts_of(value) if attributes_as_well else _within(value))
+    return found
+
+
+def parts_of(value: Any) -> list[Any]:
+    """Return what a value holds itself: the items of a container, and the attributes of an object that is to be restored."""
+    found = list(_within(value))
+    if is_holder(value):
+        found += (_attributes_of(value) or {}).values()
+        found += [_in_slot(slot, value) for slot in _slots_of(value)]
     return found
 
 
