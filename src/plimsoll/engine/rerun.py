@@ -432,8 +432,11 @@ def _is_small(source: torch.Tensor, saved: Collection[int]) -> bool:
 
 
 def _is_small_buffer(source: torch.Tensor) -> bool:
-    is_buffer = not isinstance(source, nn.Parameter)
-    return is_buffer and source.is_leaf and is_plain(source) and source.nbytes <= SMALL_BUFFER_BYTES
+    if isinstance(source, nn.Parameter) or not is_plain(source):
+        return False
+    # Nothing can be copied into an expanded tensor, which `functional_call` may give a module as a parameter.
+    is_expanded = any(stride == 0 and size > 1 for size, stride in zip(source.shape, source.stride(), strict=True))
+    return source.is_leaf and not is_expanded and source.nbytes <= SMALL_BUFFER_BYTES
 
 
 def _smallest(tensors: Collection[torch.Tensor]) -> dict[int, torch.Tensor]:
