@@ -106,12 +106,16 @@ class Recipes:
         self._distrusted.add(self.plan.name)
 
     def use_order(self, order: tuple[int, ...]) -> None:
-        """Generate code for ``order``: backward has just read the saved tensors in this order. Later calls use this code."""
+        """Generate code for ``order``: backward has just read the saved tensors in this order. Later calls use this code.
+
+        A tensor that backward has read twice is there twice, so that the second read does not run its recipe again.
+        """
         self.is_learning = False
         expected = self.code.order
-        if order != expected and set(order) <= set(expected):
+        read = set(order)
+        if order != expected and read <= set(expected):
             self._boundary = self.code = self.plan.compile(order)
-            if len(order) < len(expected):
+            if len(read) < len(set(expected)):
                 self.sampler.expect(order)
 
     def learn_from(self, seen: list[int], waiting: Mapping[int, weakref.ref[Cell]]) -> None:
@@ -124,7 +128,7 @@ class Recipes:
         """
         before, cells = self._watched
         if before and all(reference() is None for reference in cells.values()):
-            self.use_order(tuple(dict.fromkeys(before)))
+            self.use_order(tuple(before))
         self._watched = seen, waiting
 
     def boundary_code(self) -> Code:
@@ -317,15 +321,22 @@ class CallReplay:
         """Tensors that were rebuilt before autograd read them, by their number in the order of saving. This happens if backward
         reads in another order than expected.
         """
-        if self._seen is not None:
+        if self._seen is not None and self._has_seen_all(self._seen):
+            self._seen = None
+        elif self._seen is not None:
             self._seen.clear()
 
     def _observe(self, slot: int) -> None:
         assert self._seen is not None
         self._seen.append(slot)
-        if len(self._seen) == len(self._waiting):
+        # A custom function that accesses ``ctx.saved_tensors`` twice reads each of its tensors twice. Go on until this backward
+        # ends: second reads may follow the first read of the last tensor.
+        if self._has_seen_all(self._seen):
             self.recipes.use_order(tuple(self._seen))
-            self._seen = None
+
+    def _has_seen_all(self, seen: list[int]) -> bool:
+        """Return True if the reads ``seen`` include each dropped tensor (a number in the order of saving) at least once."""
+        return len(seen) >= len(self._waiting) and len(set(seen)) == len(self._waiting)
 
     def _out_of_order(self, slot: int, leaves: tuple[Readable, ...]) -> Any:
         """Return a rebuilt tensor that backward reads in another order than expected.
@@ -345,7 +356,9 @@ class CallReplay:
             if None not in cells:
                 for position, cell in zip(range(self._position, place), cells, strict=True):
                     assert cell is not None
-                    self._early[cell.index] = self._run(code.segments[position], cell.leaves, self._env)
+                    value = self._run(code.segments[position], cell.leaves, self._env)
+                    if code.places[cell.index] == position:  # else it was read before, and may not be read again
+                        self._early[cell.index] = value
                 self._position = place + 1
                 return self._run(code.segments[place], leaves, self._env)
             if self._seen is not None:

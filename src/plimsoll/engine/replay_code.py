@@ -77,8 +77,8 @@ class Code:
     """Data: generated functions that rebuild the dropped tensors of one region (a module that the plan decides about). They are
     made for one order of backward's reads.
 
-    ``segments`` has one function for each dropped tensor, in this order. ``places`` maps a tensor's number (in the order of
-    saving) to its position in ``segments``.
+    ``segments`` has one function for each read of a dropped tensor, in this order. ``places`` maps a tensor's number (in the
+    order of saving) to the position of its first read in ``segments``.
     """
 
     order: tuple[int, ...]
@@ -103,7 +103,8 @@ class WrittenSegments:
         namespace = {**self.constants, **{f"n{index}": number for index, number in enumerate(numbers)}}
         exec(self.code, namespace)
         functions = tuple([namespace[f"segment_{position}"] for position in range(len(self.order))])
-        return Code(self.order, {slot: position for position, slot in enumerate(self.order)}, functions)
+        places = {slot: position for position, slot in reversed(list(enumerate(self.order)))}
+        return Code(self.order, places, functions)
 
 
 def write_segments(
