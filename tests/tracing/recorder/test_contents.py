@@ -9,6 +9,7 @@ import functools
 import itertools
 import random
 import types
+import weakref
 
 import numpy as np
 import pytest
@@ -299,6 +300,28 @@ def test_tensors_that_an_argument_holds_get_their_numbers_back():
     assert held.held[0] is total
     assert [each.tolist() for each in held.held] == [[0, 0]]
     assert given.tolist() == [1, 1]  # a trial step is handed a copy of it
+
+
+def test_the_object_behind_a_weak_proxy_is_put_back():
+    model, counter = nn.Linear(1, 1), Counter()
+    model.owner = weakref.proxy(counter)
+    with untouched(model):
+        assert model.owner.next() == 1
+    assert counter.calls == 0
+    with arguments_kept((model.owner,)):
+        (given,) = lent((model.owner,))
+        assert given.next() == 1
+    assert counter.calls == 0
+
+
+def test_a_weak_proxy_whose_object_is_gone_is_left_alone():
+    model, counter = nn.Linear(1, 1), Counter()
+    model.owner = proxy = weakref.proxy(counter)
+    model.others = [model.owner]
+    del counter
+    with untouched(model), arguments_kept(((model.owner, Own(model.owner)),)):
+        assert lent((model.owner,))[0] is proxy
+    assert vars(model)["owner"] is proxy
 
 
 def test_arrays_that_nobody_can_write_are_left_alone():

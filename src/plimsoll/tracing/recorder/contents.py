@@ -21,7 +21,7 @@ from collections import Counter, OrderedDict, UserDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from types import CellType, FunctionType, MappingProxyType, MemberDescriptorType, MethodType
 from typing import Any
-from weakref import WeakKeyDictionary, WeakValueDictionary
+from weakref import ProxyTypes, WeakKeyDictionary, WeakValueDictionary
 
 import numpy as np
 import torch
@@ -189,6 +189,9 @@ def with_contents(values: Iterable[Any], *, attributes_as_well: bool = False) ->
     pending = list(values)
     while pending:
         value = pending.pop()
+        if type(value) in ProxyTypes:
+            # Do not ask a proxy itself: even ``isinstance`` raises if the object behind the proxy is gone.
+            value = _behind(value)
         if id(value) in found:
             continue
         found[id(value)] = value
@@ -227,6 +230,14 @@ def _within(value: Any) -> Iterable[Any]:
         defaults = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
         return (*defaults, *(content for _, content in _cells_of(value)))
     return (value.__self__, value.__func__) if isinstance(value, MethodType) else ()
+
+
+def _behind(proxy: Any) -> Any:
+    """Return the object that a ``weakref.proxy`` stands for, or ``None`` if the object does not exist any more."""
+    try:
+        return getattr(proxy.__repr__, "__self__", None)
+    except ReferenceError:
+        return None
 
 
 def _cells_of(function: FunctionType) -> list[tuple[CellType, Any]]:
@@ -367,6 +378,8 @@ def lent(batch: Any) -> Any:
 
 def _is_iterator(value: Any) -> bool:
     """Return True if a value is an iterator whose position cannot be read or set, as with those of Python's own types."""
+    if type(value) in ProxyTypes:  # a proxy has ``__next__``, whatever it stands for
+        return False
     is_bare = isinstance(value, Iterator) and not isinstance(value, io.IOBase | nn.Module)
     return is_bare and not _has_attributes(value)
 
@@ -377,7 +390,7 @@ def _with_stand_ins(value: Any, known: dict[int, Any]) -> Any:
 
     ``known`` maps the ``id`` of an iterator to its replacement, so that the same iterator gets the same replacement.
     """
-    if isinstance(value, tuple):
+    if type(value) not in ProxyTypes and isinstance(value, tuple):
         parts = [_with_stand_ins(each, known) for each in value]
         is_same = all(one is other for one, other in zip(parts, value, strict=True))
         return value if is_same else tuple.__new__(type(value), parts)
