@@ -150,6 +150,27 @@ def _raised(values):
     return float(values[0])
 
 
+def _masked(values):
+    count = int(np.ma.count_masked(values))
+    values[0] += 1
+    values[1 if count == 0 else 0] = np.ma.masked
+    return count, values.data.tolist(), repr(values)
+
+
+def _called(method, held):
+    method(*(len(held), 0) if isinstance(held, dict) else (0,))
+    return len(held)
+
+
+def _alive(counter, refer):
+    ALIVE.append(counter)
+    return refer(counter)
+
+
+ALIVE = []
+"""Objects that only weak references lead to."""
+
+
 def _next(value):
     return value.next()
 
@@ -197,6 +218,10 @@ KINDS = {
     "own bytearray": (lambda: Bytes(2), _raised),
     "array": (lambda: array.array("d", [0]), _raised),
     "numpy array": (lambda: np.zeros(2), _raised),
+    "record array": (lambda: np.rec.array(np.zeros(2, dtype=[("calls", "i8")])), lambda value: _raised(value.calls)),
+    "masked array": (lambda: np.ma.zeros(2), _masked),
+    "masked array with a hard mask": (lambda: np.ma.array(np.zeros(2), mask=[0, 0], hard_mask=True), _masked),
+    "array of objects": (lambda: np.array([Counter()], dtype=object), lambda value: value[0].next()),
     "own numpy array": (lambda: np.zeros(2).view(Numbers), _raised),
     "object": (Counter, _next),
     "object with slots": (Slotted, _next),
@@ -207,6 +232,18 @@ KINDS = {
     "mapping proxy": (lambda: types.MappingProxyType({"counter": Counter()}), lambda value: value["counter"].next()),
     "frozen set": (lambda: frozenset({Counter()}), lambda value: next(iter(value)).next()),
     "bound method": (lambda: Counter().next, lambda value: value()),
+    "method of a list": (lambda: [].append, lambda value: _called(value, value.__self__)),
+    "method of a dictionary": (lambda: {}.__setitem__, lambda value: _called(value, value.__self__)),
+    "partial of a method of a list": (
+        lambda: functools.partial([].append),
+        lambda value: _called(value, value.func.__self__),
+    ),
+    "key of a dictionary": (lambda: {Counter(): 0}, lambda value: next(iter(value)).next()),
+    "weak reference": (lambda: _alive(Counter(), weakref.ref), lambda value: value().next()),
+    "weak method": (
+        lambda: _alive(Counter(), lambda counter: weakref.WeakMethod(counter.next)),
+        lambda value: value()(),
+    ),
     "partial": (lambda: functools.partial(_grown, values=[]), lambda value: value()),
     "partial of a bound method": (lambda: functools.partial(Counter().next), lambda value: value()),
     "count": (itertools.count, next),

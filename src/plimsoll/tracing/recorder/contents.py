@@ -19,9 +19,19 @@ import threading
 import warnings
 from collections import Counter, OrderedDict, UserDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
-from types import CellType, FunctionType, MappingProxyType, MemberDescriptorType, MethodType
+from types import (
+    BuiltinMethodType,
+    CellType,
+    FunctionType,
+    MappingProxyType,
+    MemberDescriptorType,
+    MethodType,
+    MethodWrapperType,
+    ModuleType,
+)
 from typing import Any
 from weakref import ProxyTypes, WeakKeyDictionary, WeakValueDictionary
+from weakref import ref as weak_reference
 
 import numpy as np
 import torch
@@ -96,12 +106,34 @@ def _refill_deque(value: deque[Any], contents: Any) -> None:
     deque.extend(value, contents)
 
 
+def _numbers_of(value: np.ndarray[Any, Any]) -> Any:
+    return np.array(value.view(np.ndarray))
+
+
 def _refill_array(value: np.ndarray[Any, Any], contents: Any) -> None:
     if value.flags.writeable:
-        np.copyto(value, contents)
+        np.copyto(value.view(np.ndarray), contents)
+
+
+def _contents_of_masked(value: np.ma.MaskedArray[Any, Any]) -> Any:
+    mask = np.ma.getmask(value)
+    return _numbers_of(value), mask if mask is np.ma.nomask else np.array(mask), value.hardmask
+
+
+def _refill_masked(value: np.ma.MaskedArray[Any, Any], contents: Any) -> None:
+    numbers, mask, is_hard = contents
+    _refill_array(value, numbers)
+    if np.ma.getmask(value) is not mask:
+        value.soften_mask()  # a hard mask refuses to unmask
+        value.mask = mask
+        if mask is np.ma.nomask:
+            value.shrink_mask()
+    _ = value.harden_mask() if is_hard else value.soften_mask()
 
 
 _EMPTY_SLOT = object()
+_BARE = frozenset({str, int, float, bool, bytes, type(None)})
+"""The types of nearly all keys of dictionaries. Values of these types do not have contents."""
 
 
 def _filled_by(kind: Any) -> Callable[[Any, Any], object]:
@@ -138,7 +170,8 @@ _KINDS: Mapping[type, tuple[Callable[[Any], Any], Callable[[Any, Any], object]]]
             (np.random.MT19937, np.random.PCG64, np.random.PCG64DXSM, np.random.Philox, np.random.SFC64),
             (_state_of, _set_state),
         ),
-        np.ndarray: (np.array, _refill_array),
+        **dict.fromkeys((np.ndarray, np.recarray), (_numbers_of, _refill_array)),
+        np.ma.MaskedArray: (_contents_of_masked, _refill_masked),
     }
 )
 """A mapping from type to two functions: one reads the contents of a value of this type, the other restores them.
@@ -182,15 +215,15 @@ def is_of_user(kind: type | FunctionType) -> bool:
 def with_contents(values: Iterable[Any], *, attributes_as_well: bool = False) -> dict[int, Any]:
     """Return the given values and everything inside of them, each once, as a mapping from ``id`` to value.
 
-    Nested lists, tuples, sets and dictionaries are searched. With ``attributes_as_well``, the attributes of other objects are
-    searched too.
+    Nested lists, tuples, sets and dictionaries are searched, and the objects of methods and weak references. With
+    ``attributes_as_well``, the attributes of other objects are searched too.
     """
     found: dict[int, Any] = {}
     pending = list(values)
     while pending:
         value = pending.pop()
         if type(value) in ProxyTypes:
-            # Do not ask a proxy itself: even ``isinstance`` raises if the object behind the proxy is gone.
+            # Do not ask a proxy itself: even ``isinstance`` raises if the object behind the proxy does not exist any more.
             value = _behind(value)
         if id(value) in found:
             continue
@@ -219,9 +252,9 @@ def _within(value: Any) -> Iterable[Any]:
     if kind in (list, deque, set):
         return kind.__iter__(value)
     if isinstance(value, dict) and kind is not None:
-        return dict.values(value)
+        return (*filter(_has_contents, dict.keys(value)), *dict.values(value))
     if isinstance(value, MappingProxyType | WeakKeyDictionary | WeakValueDictionary):
-        return value.values()
+        return (*filter(_has_contents, value.keys()), *value.values())
     if isinstance(value, UserDict):
         return (value.data,)
     if isinstance(value, functools.partial):
@@ -229,11 +262,23 @@ def _within(value: Any) -> Iterable[Any]:
     if isinstance(value, FunctionType) and is_of_user(value):
         defaults = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
         return (*defaults, *(content for _, content in _cells_of(value)))
+    if isinstance(
+        value, BuiltinMethodType | MethodWrapperType
+    ):  # `losses.append`, but not a function of a module such as `len`
+        return () if isinstance(value.__self__, ModuleType) else (value.__self__,)
+    if isinstance(value, weak_reference):
+        return (value(),)
+    if isinstance(value, np.ndarray) and kind is not None:
+        return (value.view(np.ndarray).tolist(),) if value.dtype.hasobject else ()
     return (value.__self__, value.__func__) if isinstance(value, MethodType) else ()
 
 
+def _has_contents(key: Any) -> bool:
+    return type(key) not in _BARE
+
+
 def _behind(proxy: Any) -> Any:
-    """Return the object that a ``weakref.proxy`` stands for, or ``None`` if the object does not exist any more."""
+    """Return the object behind a ``weakref.proxy``, or ``None`` if the object does not exist any more."""
     try:
         return getattr(proxy.__repr__, "__self__", None)
     except ReferenceError:
@@ -378,7 +423,7 @@ def lent(batch: Any) -> Any:
 
 def _is_iterator(value: Any) -> bool:
     """Return True if a value is an iterator whose position cannot be read or set, as with those of Python's own types."""
-    if type(value) in ProxyTypes:  # a proxy has ``__next__``, whatever it stands for
+    if type(value) in ProxyTypes:  # a proxy has ``__next__`` for every object
         return False
     is_bare = isinstance(value, Iterator) and not isinstance(value, io.IOBase | nn.Module)
     return is_bare and not _has_attributes(value)

@@ -251,7 +251,7 @@ def arguments_kept(call: Any) -> Iterator[None]:
     """
     leaves = tree_leaves(call)
     arguments = set(map(id, leaves))
-    modules, _, values = _reached(leaves, (), set())
+    modules, _, values = _reached((*leaves, call), (), set())  # the call too: leaves are not the keys of dictionaries
     structure = KeptModules(nn.ModuleList(modules), frozenset())
     kept = KeptValues([*values.values(), *modules])
     # Forward does not write to parameters of other modules, nor to those that an optimizer trains: copies would be large.
