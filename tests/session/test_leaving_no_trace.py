@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.ao.quantization import FakeQuantize, MovingAveragePerChannelMinMaxObserver
 
 import plimsoll
 from contracts.harness import Block, Stack, batch, differences, plain_step, train, weigh
@@ -416,3 +417,88 @@ def test_a_plan_for_a_call_that_reads_an_earlier_graph_is_refused_before_its_bac
         plimsoll.plan(model, (batch(1, 4, 16), cache), "10MiB")
     assert len(cache.parts) == 1
     first.backward()
+
+
+class Quantized(nn.Module):
+    """Trains with weights that are quantized by channel. The observer resizes its buffers in its first call."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8) / 3)
+        self.quantize = FakeQuantize(
+            observer=MovingAveragePerChannelMinMaxObserver,
+            quant_min=-128,
+            quant_max=127,
+            dtype=torch.qint8,
+            qscheme=torch.per_channel_symmetric,
+            ch_axis=0,
+        )
+
+    def forward(self, x):
+        return x + torch.tanh(nn.functional.linear(x, self.quantize(self.weight)))
+
+
+def quantized():
+    torch.manual_seed(0)
+    return nn.Sequential(Quantized(), Quantized())
+
+
+def test_buffers_that_the_first_step_resizes_are_put_back():
+    model = quantized()
+    buffers = dict(model.named_buffers())
+    before = {name: buffer.clone() for name, buffer in buffers.items()}
+    weights = [parameter.data_ptr() for parameter in model.parameters()]
+    plan_of(model)
+    assert all(buffer is buffers[name] for name, buffer in model.named_buffers())
+    assert {name: buffer.tolist() for name, buffer in buffers.items()} == {
+        k: each.tolist() for k, each in before.items()
+    }
+    assert [parameter.data_ptr() for parameter in model.parameters()] == weights
+
+
+def test_attaching_trains_as_without_it_where_a_step_resizes_buffers():
+    def trained(budget):
+        model, tries = quantized(), []
+
+        def step():
+            tries.append([tuple(buffer.shape) for buffer in model.buffers()])
+            weigh(model(batch(0))).backward()
+            if len(tries) == 1 and budget:
+                raise torch.OutOfMemoryError
+
+        with plimsoll.attach(model, budget) if budget else contextlib.nullcontext() as handle:
+            for _ in range(2):
+                handle.step(step) if handle else step()
+        assert tries[0] == tries[-2]
+        return [each.tolist() for each in (*model.buffers(), *(p.grad for p in model.parameters()))]
+
+    assert trained("1GiB") == trained(None)
+
+
+@pytest.mark.parametrize("way", ["resize_", "data", "set_"])
+def test_a_buffer_that_forward_gives_other_memory_is_put_back(way):
+    class Growing(Block):
+        def __init__(self):
+            super().__init__(nn.Tanh())
+            self.register_buffer("bank", torch.zeros(1, 4))
+
+        def forward(self, x):
+            larger = torch.cat([self.bank, torch.ones(1, 4)])
+            if way == "resize_":
+                self.bank.resize_(larger.shape).copy_(larger)
+            elif way == "set_":
+                self.bank.set_(larger)
+            else:
+                self.bank.data = larger
+            return super().forward(x)
+
+    model = Stack(Growing())
+    bank = model.blocks[0].bank
+    with plimsoll.attach(model, "1GiB"):
+        for count in range(2):
+            assert len(bank) == count + 1
+            weigh(model(batch(count))).backward()
+    assert bank.tolist() == [[0.0] * 4, [1.0] * 4, [1.0] * 4]
+    model.blocks[0].bank = bank = torch.zeros(1, 4)
+    plan_of(model)
+    assert bank.tolist() == [[0.0] * 4]

@@ -150,6 +150,27 @@ def test_attributes_of_modules_are_put_back_to_any_depth():
     assert tries[0] == tries[1]
 
 
+def test_attributes_and_gradients_that_the_step_gives_other_memory_are_put_back():
+    training = Training()
+    module, weight = next(iter(training.model.modules())), next(training.model.parameters())
+    module.seen = {"mean": torch.zeros(3), "last": torch.zeros(0)}
+    weight.grad = gradient = torch.ones_like(weight)
+    tries: list[tuple[Any, ...]] = []
+
+    def step() -> None:
+        tries.append((module.seen["mean"].tolist(), module.seen["last"].tolist(), gradient.shape, gradient.sum()))
+        module.seen["mean"].data = torch.ones(5)
+        module.seen["last"].resize_(4).fill_(1)
+        gradient.data = torch.zeros(2)
+        if len(tries) == 1:
+            raise torch.OutOfMemoryError
+
+    with training.managed("attach") as handle:
+        handle.step(step)
+    assert len(tries) == 2
+    assert tries[0] == tries[1]
+
+
 def test_a_learning_rate_that_the_step_changes_before_it_fails_is_put_back():
     training = Training(2)
     rates, batch = [], torch.randn(64, WIDTH)

@@ -32,7 +32,7 @@ from plimsoll.tracing.meters.memory import instances_of
 from plimsoll.tracing.recorder.calling import output_tensors
 from plimsoll.tracing.recorder.contents import contents_of, kind_of, refill, with_contents
 from plimsoll.tracing.recorder.kept_modules import attributes_of
-from plimsoll.tracing.recorder.untouched import KeptState, RandomState
+from plimsoll.tracing.recorder.untouched import KeptMemory, KeptState, RandomState
 
 _SMALL_BYTES = 2**16
 """Tensors of at most this size are copied on their own device."""
@@ -182,15 +182,17 @@ class _KeptGradient:
     def __init__(self, gradient: torch.Tensor | None) -> None:
         self._gradient = gradient
         self._copy = None if gradient is None else kept_copy(gradient)
+        self._memory = None if gradient is None else KeptMemory(gradient)
 
     def put_back(self) -> torch.Tensor | None:
         """Return the same tensor object with its old numbers. For a sparse gradient, return a new tensor, because accumulation
         changes its size.
         """
-        if self._gradient is None or self._copy is None:
+        if self._gradient is None or self._copy is None or self._memory is None:
             return None
         if self._gradient.layout is not torch.strided:
             return self._copy.to(self._gradient.device, copy=True)
+        self._memory.put_back()
         local_of(self._gradient).copy_(self._copy)
         return self._gradient
 
@@ -202,7 +204,7 @@ class KeptContents:
         values = [value for known, value in with_contents(roots).items() if known not in left_out]
         self._containers = [(value, contents_of(value)) for value in values if kind_of(value) is not None]
         tensors = [value for value in values if isinstance(value, torch.Tensor)] if with_tensors else []
-        self._tensors = {id(value): (local_of(value), kept_copy(value)) for value in tensors}
+        self._tensors = {id(value): (local_of(value), KeptMemory(value), kept_copy(value)) for value in tensors}
 
     def __contains__(self, tensor: torch.Tensor) -> bool:
         return id(tensor) in self._tensors
@@ -211,7 +213,8 @@ class KeptContents:
         """Put the same objects back into the same containers, and the same numbers into the tensors."""
         for container, contents in self._containers:
             refill(container, contents)
-        for tensor, copy in self._tensors.values():
+        for tensor, memory, copy in self._tensors.values():
+            memory.put_back()
             tensor.copy_(copy)
 
 

@@ -29,7 +29,7 @@ from plimsoll.tracing.recorder.contents import KeptValues, is_holder, lent, with
 from plimsoll.tracing.recorder.foreign_leaves import gradients_aside
 from plimsoll.tracing.recorder.kept_classes import KeptClasses
 from plimsoll.tracing.recorder.kept_modules import KeptForwards, KeptModules, held_by
-from plimsoll.tracing.recorder.storages import is_plain, same_contents
+from plimsoll.tracing.recorder.storages import Geometry, is_plain, same_contents
 from plimsoll.tracing.torch_internals import parametrized_tensors, preserving_versions
 from plimsoll.tracing.zero import KeptGathering, is_gathered_by_zero
 
@@ -117,6 +117,32 @@ class RandomState:
         return is_same and random.getstate() == self._python
 
 
+class KeptMemory:
+    """Remembers which memory a tensor has: its storage, shape, strides and offset. `put_back` restores these, and not the
+    numbers.
+
+    A step may resize a buffer (torch's observers of channels do so in their first call), or give it other memory by ``.data``
+    or ``set_``.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = local_of(tensor)
+        self._alias = self._tensor.data if is_plain(self._tensor) else None
+        self._bytes = 0 if self._alias is None else self._alias.untyped_storage().nbytes()
+
+    def put_back(self) -> None:
+        """Give the tensor the memory that it had when this object was made."""
+        tensor, alias = self._tensor, self._alias
+        if alias is None:
+            return
+        storage = alias.untyped_storage()
+        if storage.nbytes() < self._bytes:
+            storage.resize_(self._bytes)
+        has_moved = tensor.untyped_storage()._cdata != storage._cdata
+        if has_moved or Geometry.of(tensor) != Geometry.of(alias):
+            tensor.data = alias
+
+
 class KeptTensors:
     """Remembers copies of the contents of tensors. `put_back` writes the copies back into those tensors that were written
     since.
@@ -125,12 +151,13 @@ class KeptTensors:
     def __init__(
         self, tensors: Iterable[torch.Tensor], copy: Callable[[torch.Tensor], torch.Tensor] = torch.clone
     ) -> None:
-        self._kept = [(tensor, copy(tensor.detach()), tensor._version) for tensor in tensors]
+        self._kept = [(tensor, KeptMemory(tensor), copy(tensor.detach()), tensor._version) for tensor in tensors]
 
     def put_back(self) -> None:
         """Write the numbers back into the tensors that were written since this object was made."""
         with torch.no_grad():
-            for tensor, copy, version in self._kept:
+            for tensor, memory, copy, version in self._kept:
+                memory.put_back()
                 # Compare contents too: batch norm writes without bumping the version counter.
                 if tensor._version != version or not (
                     tensor.is_meta or same_contents(local_of(tensor), local_of(copy).to(tensor.device))
