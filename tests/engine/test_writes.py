@@ -326,3 +326,54 @@ def test_a_write_in_forward_that_the_planned_step_did_not_do_is_an_error_once():
         with pytest.raises(SavedTensorModified, match="An in-place operation has changed a region's input"):
             gradients_of(model)
         assert all(map(torch.equal, gradients_of(model), wanted))
+
+
+class Shifted(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x, shift):
+        return x + self.down(torch.tanh((self.up(x) + shift).exp()))
+
+
+class ShiftedStack(nn.Module):
+    """Gives its blocks an argument that is added, so that autograd does not save it."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Shifted() for _ in range(3))
+        self.makes_shift = False
+
+    def forward(self, x, shift):
+        if self.makes_shift:
+            with torch.inference_mode():
+                shift = shift * 2
+        for block in self.blocks:
+            x = block(x, shift)
+        return x
+
+
+@pytest.mark.parametrize("makes_shift", [False, True], ids=["given", "made in forward"])
+def test_an_argument_made_in_inference_mode_may_be_written_before_backward(makes_shift):
+    torch.manual_seed(0)
+    model, x = ShiftedStack(), batch(0)
+    model.makes_shift = makes_shift
+
+    def step():
+        with torch.inference_mode():
+            shift = torch.linspace(-1, 1, 16)
+        loss = weigh(model(x, shift))
+        with torch.inference_mode():
+            shift.zero_()
+        loss.backward()
+        gradients = [parameter.grad for parameter in model.parameters()]
+        model.zero_grad()
+        return gradients
+
+    plain = step()
+    plan = plimsoll.plan(model, (x, torch.zeros(16)), strategy="full", loss=weigh)
+    with plimsoll.apply(model, plan) as handle:
+        for _ in range(3):
+            assert all(map(torch.equal, step(), plain))
+        assert {each.engine for each in handle.outcomes()} == {Engine.RECIPE}

@@ -85,9 +85,10 @@ class HeldInputs:
     def hold(self, tensor: torch.Tensor, *, is_steady: bool) -> HeldInput:
         """Hold an input that recomputation needs until backward, and return the `HeldInput`.
 
-        The input is copied, unless ``is_steady`` (forward made it and does not write to it again) and forward is running.
+        The input is copied, unless ``is_steady`` (forward made it and does not write to it again) and forward is running. An
+        input that was made under ``torch.inference_mode`` is always copied, because torch does not count writes to it.
         """
-        if not (is_steady and self._is_open) or self._is_written_to:
+        if not (is_steady and self._is_open) or self._is_written_to or tensor.is_inference():
             return HeldInput(copy_storage(tensor))
         held = HeldInput(tensor)
         self._held.append(weakref.ref(held))

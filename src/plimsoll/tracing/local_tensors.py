@@ -166,8 +166,13 @@ def version_of(tensor: torch.Tensor) -> int:
 
     A write through a DTensor increases only the DTensor's version. A write to its local tensor increases only the local
     tensor's version.
+
+    For a tensor that was made under ``torch.inference_mode``, return 0: torch does not count writes to it, and refuses them
+    outside of that mode.
     """
     local = local_of(tensor)
+    if local.is_inference():
+        return 0
     return tensor._version if local is tensor else tensor._version + local._version
 
 
