@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import random
@@ -568,3 +569,46 @@ def test_a_loop_may_write_biases_and_evaluate_before_backward_as_without_a_plan(
         found.append([*gradients(each), each[0].up.bias.detach().clone()])
     assert reruns(model) == len(model)
     assert all(map(torch.equal, *found))
+
+
+class _Biased(nn.Module):
+    """Reads a value, and adds an argument that autograd does not save."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        h = torch.tanh(self.linear(x) + bias)
+        if h.abs().max().item() > 0.97:
+            h = h * 0.9
+        return x + h.sin()
+
+
+class _BiasedBlocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_Biased() for _ in range(4))
+
+    def forward(self, x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x, bias)
+        return x
+
+
+def test_an_argument_made_in_inference_mode_reaches_a_region_that_reads_values():
+    def trained(budget: str | None) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = _BiasedBlocks()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        with contextlib.nullcontext() if budget is None else plimsoll.attach(model, budget):
+            for step in range(6):
+                torch.manual_seed(step)
+                with torch.inference_mode():
+                    bias = torch.randn(32) * (1 + step % 3)
+                model(torch.randn(256, 32), bias).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return [each.detach() for each in model.parameters()]
+
+    assert all(map(torch.equal, trained(None), trained("430KiB")))

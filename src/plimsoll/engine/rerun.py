@@ -38,7 +38,7 @@ from plimsoll.engine.modes import modes_around
 from plimsoll.engine.record import SMALL_BUFFER_BYTES, SMALL_PARAMETER_BYTES, RegionForward
 from plimsoll.engine.torch_flags import in_force
 from plimsoll.errors import ReplayMismatch
-from plimsoll.tracing.local_tensors import is_sharded
+from plimsoll.tracing.local_tensors import is_sharded, version_of
 from plimsoll.tracing.recorder.contents import with_contents
 from plimsoll.tracing.recorder.kept_globals import globals_kept
 from plimsoll.tracing.recorder.kept_modules import attributes_of
@@ -87,7 +87,7 @@ class Entrance:
         self.entry, self._reader = entry, reader
         self._attributes = AttributesBefore(subject.module.modules())
         watched = (*entry.sources, *entry.inputs, *self._attributes.tensors)
-        self._watched = [(tensor, tensor._version) for tensor in watched if tensor is not None]
+        self._watched = [(tensor, version_of(tensor)) for tensor in watched if tensor is not None]
         """The tensors that forward may write to, each with its version before forward."""
         buffers = {id(each): each for each in self.sources if _is_small_buffer(each)}
         is_copied = writes_buffers or sum(each.nbytes for each in buffers.values()) <= _UNASKED_BYTES
@@ -144,7 +144,7 @@ class Entrance:
 
         ``held`` are the values in attributes of the modules after forward, by their ids.
         """
-        written = {id(tensor) for tensor, version in self._watched if tensor._version != version}
+        written = {id(tensor) for tensor, version in self._watched if version_of(tensor) != version}
         restorable = {id(each) for each in self.sources if _is_small_buffer(each)} | self._before.keys()
         if not written <= restorable.difference(map(id, self.entry.inputs)):
             return "it writes to its arguments, to parameters, or to large buffers or tensors in attributes"
@@ -189,7 +189,7 @@ class Entrance:
         self._watched, self._before = [], {}
         inputs = [each for each in self.entry.inputs if _storage(each) in saved]
         fixed = [each for each in self.sources if id(each) not in small]
-        self._fixed = [(tensor.detach(), tensor._version) for tensor in (*fixed, *inputs)]
+        self._fixed = [(tensor.detach(), version_of(tensor)) for tensor in (*fixed, *inputs)]
         self._training = [(inner, inner.training) for inner in self.subject.module.modules()]
         places = zip(self._reader.places, self.entry.sources, strict=True)
         self._sources = [(*place, id(source), _alias(source)) for place, source in places if source is not None]
@@ -203,9 +203,9 @@ class Entrance:
             SavedTensorModified: at least one of these tensors was written since.
         """
         for tensor, version in self._fixed:
-            if tensor._version != version:
+            if version_of(tensor) != version:
                 where = f"an argument or a parameter of region {self.subject.name!r}"
-                raise modified_in_place(where, version, tensor._version)
+                raise modified_in_place(where, version, version_of(tensor))
 
     @contextlib.contextmanager
     def again(self, *, is_recorded: bool = False) -> Iterator[None]:
