@@ -1,4 +1,4 @@
-"""What two ranks found about blocks that read values: whether backward runs their forward again, and with which gradients."""
+"""What two ranks found about blocks that read values: whether backward runs their forward again, and the gradients."""
 
 from __future__ import annotations
 

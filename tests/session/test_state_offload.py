@@ -201,7 +201,7 @@ def test_state_that_the_loop_reads_between_steps_is_not_counted_in_the_next_one(
             norms = [each["exp_avg"].norm() for each in optimizer.state.values()]
             held = [
                 model(batch()).detach() for _ in range(2 * step)
-            ]  # so that the next step looks for what the loop holds
+            ]  # so that the next step searches the tensors of the loop
         del norms, held
         assert 0 < handle.plan.state.resident_bytes < handle.plan.state.state_bytes
         assert handle._steps.held.state_bytes <= handle.plan.state.resident_bytes

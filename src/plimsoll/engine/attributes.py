@@ -51,10 +51,12 @@ class AttributesBefore:
         self._kept = KeptValues(self._values)
         self._lengths = [(value, len(value)) for value in found if _has_many_items(value)]
         self._entries: list[tuple[dict[str, Any], str, Any]] = []
-        """Places of attributes (a module's ``__dict__`` and a name) with what a second run must find there."""
+        """Places of attributes (a module's ``__dict__`` and a name), each with the value for a second run."""
 
     def replaced(self, held: Iterable[int]) -> list[torch.Tensor]:
-        """Return the tensors that forward has removed from the attributes. ``held`` are the ids of what attributes hold now."""
+        """Return the tensors that forward has removed from the attributes. ``held`` are the ids of the values that attributes
+        hold now.
+        """
         now = set(held)
         return [tensor for tensor in self.tensors if id(tensor) not in now]
 
@@ -65,7 +67,7 @@ class AttributesBefore:
     def keep_changed(self) -> None:
         """Keep what a second run needs, and free the rest: attributes that forward has changed, and numbers and texts.
 
-        Other attributes stay as they are at the time of the second run. FSDP, for example, replaces views of parameters between
+        A second run does not change other attributes. FSDP, for example, replaces views of parameters between
         forward and backward.
         """
         for inner, before in self._modules:

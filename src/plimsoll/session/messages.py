@@ -133,7 +133,7 @@ def no_plan_is_lower(peak_bytes: int) -> str:
 
 
 def log_recurrence(peak_bytes: int, budget_bytes: int, times: int, cause: str) -> None:
-    """Log that a step exceeded its budget as an earlier one did, which a warning named, after steps that kept to it."""
+    """Log that a step exceeded its budget as an earlier one did that a warning has named."""
     # Not a warning: Python shows a warning with the same text once.
     _LOG.warning(
         "plimsoll: a training step took %s again, %s more than the budget %s (recurrence %d).\n  why   %s",

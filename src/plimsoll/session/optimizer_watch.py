@@ -167,9 +167,8 @@ class OptimizerWatch(OptimizerSteps):
         return self.bytes_now + self._growth_bytes
 
     def _own_begins(self, optimizer: Optimizer) -> None:
-        if (
-            optimizer not in self._before
-        ):  # state of each, also of those that step after another: a resumed Muon and AdamW
+        # Each optimizer, also one that steps after another: a resumed run may train with Muon and AdamW.
+        if optimizer not in self._before:
             self._before[optimizer] = _state_bytes(optimizer)
         if not self.has_stepped:
             self._now[optimizer] = self._before[optimizer]

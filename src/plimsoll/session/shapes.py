@@ -176,8 +176,8 @@ class ShapePlans:
         self._outside_at_lowest: int | None = None
         """What the last step after `is_below_floor` was measured to need beyond its prediction, in bytes, or None.
 
-        The account holds what plans that keep more were measured to need: after an
-        attention memory had filled, a floor of 7.5 MiB followed from it, and steps at the lowest peak took 6.6.
+        The account holds what plans that keep more were measured to need: after an attention memory had filled, a floor of
+        7.5 MiB followed from it, and steps at the lowest peak took 6.6.
         """
         self._inner_growth = 1.0
         """The measured activations of a step, as a multiple of the predicted activations.
@@ -455,8 +455,8 @@ class ShapePlans:
         """Solve a plan for these shapes within ``room_bytes``. If an earlier solve failed with at least as many bytes, raise
         its error again, because solving takes about a second.
         """
-        hopeless_bytes, refusal = self._unfitting.get(shapes, (0, None))
-        if refusal is not None and room_bytes <= hopeless_bytes:
+        unfitting_bytes, refusal = self._unfitting.get(shapes, (0, None))
+        if refusal is not None and room_bytes <= unfitting_bytes:
             raise copy.copy(refusal)
         with contextlib.suppress(BudgetBelowFloor):
             return planner.solve(self._room.budget_bytes, excess_bytes=self._room.budget_bytes - room_bytes)

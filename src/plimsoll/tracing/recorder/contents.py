@@ -262,9 +262,8 @@ def _within(value: Any) -> Iterable[Any]:
     if isinstance(value, FunctionType) and is_of_user(value):
         defaults = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
         return (*defaults, *(content for _, content in _cells_of(value)))
-    if isinstance(
-        value, BuiltinMethodType | MethodWrapperType
-    ):  # `losses.append`, but not a function of a module such as `len`
+    # `losses.append`, but not a function of a module such as `len`
+    if isinstance(value, BuiltinMethodType | MethodWrapperType):
         return () if isinstance(value.__self__, ModuleType) else (value.__self__,)
     if isinstance(value, weak_reference):
         return (value(),)
