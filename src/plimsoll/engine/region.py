@@ -131,7 +131,11 @@ class ManagedRegion(ReplacedForward):
         plan = self._plans[min(self.calls, len(self._plans) - 1)]
         self.calls += 1
         self._shared.order.called(self.name, self._shared.larger)
-        return self._managed(plan, args, kwargs)
+        try:
+            return self._managed(plan, args, kwargs)
+        except BaseException:
+            self.calls -= 1  # the plan counts only calls that return: a model may catch the error and call again
+            raise
 
     def _managed(self, plan: RegionPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the region's forward under the plan, and return its output.

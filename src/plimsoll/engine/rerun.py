@@ -181,7 +181,7 @@ class Entrance:
         small = {id(each): each for each in self.sources if _is_small(each, saved)}
         self._copies = [(each, None, copy) for each, copy in self._before.values()]
         self._copies += [
-            (each, each._version, each.detach().clone())
+            (each, version_of(each), each.detach().clone())
             for identity, each in small.items()
             if identity not in self._before
         ]
@@ -217,7 +217,7 @@ class Entrance:
         changed = [
             (source.data, kept, source.detach().clone())
             for source, version, kept in self._copies
-            if version is None or source._version != version
+            if version is None or version_of(source) != version
         ]
         # The model's graphs may have saved a buffer. A second run that writes to it must not look like a new value.
         written = tuple([source for source, version, _ in self._copies if version is None])

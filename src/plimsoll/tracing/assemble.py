@@ -53,16 +53,10 @@ def assemble(log: StepLog, optimizer: OptimizerLog | None, *, beside: Mapping[st
     """
     op_regions = _attribute(log)
     ops, specs = _ops(log, op_regions), dict(log.tracer.specs)
-    storages, ids = _storages(log, optimizer)
+    storages, ids = _storages(log, optimizer, beside)
     if optimizer is not None:
         ops += optimizer.ops()
         specs |= optimizer.specs()
-    for label, held_bytes in beside.items():
-        if held_bytes:
-            category = Category.COMMUNICATION
-            storages.append(
-                Storage(id=len(storages), bytes=held_bytes, category=category, label=label, born=-1, dies=len(ops))
-            )
     # From here on storage ids are the trace's. Placeholders that backward read do not get one, and regions do not know them.
     values = [replace(value, storage=ids.get(value.storage, -1)) for value in log.tracer.values]
     logged = [replace(op, births=tuple(ids[born] for born in op.births if born in ids)) for op in log.tracer.ops]
@@ -116,10 +110,12 @@ def _ops(log: StepLog, op_regions: list[int]) -> list[TraceOp]:
     ]
 
 
-def _storages(log: StepLog, optimizer: OptimizerLog | None) -> tuple[list[Storage], dict[int, int]]:
+def _storages(
+    log: StepLog, optimizer: OptimizerLog | None, beside: Mapping[str, int]
+) -> tuple[list[Storage], dict[int, int]]:
     """Return the storages of the step, and a mapping from the tracer's ids to their ids.
 
-    The ids do not have gaps, and the optimizer's storages are last.
+    The ids do not have gaps, and the optimizer's storages are last: a plan that steps the optimizer otherwise replaces them.
     """
     tracer = log.tracer
     last = tracer.tick + (0 if optimizer is None else optimizer.ticks)
@@ -160,6 +156,10 @@ def _storages(log: StepLog, optimizer: OptimizerLog | None) -> tuple[list[Storag
             )
             for number, life in enumerate(lives)
         ]
+    for label, held_bytes in beside.items():
+        if held_bytes:
+            category = Category.COMMUNICATION
+            found.append(Storage(id=len(found), bytes=held_bytes, category=category, label=label, born=-1, dies=last))
     if optimizer is not None:
         found += optimizer.storages(first_id=len(found), first_tick=tracer.tick)
     return found, ids

@@ -416,11 +416,15 @@ class StepCapture:
         try:
             with log.book.entered():
                 output = original(*args, **kwargs)
-        except RuntimeError as error:
-            if refuses_hooks(error):
+        except BaseException as error:
+            # The model may catch the error and call the region again. The plan then decides about that call alone.
+            self._calls[name] -= 1
+            self.tracer.forget_names()
+            if isinstance(error, RuntimeError) and refuses_hooks(error):
                 raise RefusesHooks(name) from error
             raise
-        self._running = outer
+        finally:
+            self._running = outer
         log.value_read = next(iter(self.tracer.value_reads[reads:]), "")
         self._leave(log, output)
         self._logs.insert(place, log)

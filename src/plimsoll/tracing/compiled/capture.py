@@ -42,6 +42,7 @@ from plimsoll.tracing.compiled.nodes import (
     is_tensor,
 )
 from plimsoll.tracing.compiled.units import Unit, install_alone
+from plimsoll.tracing.local_tensors import version_of
 from plimsoll.tracing.meters.memory import storage_of
 
 Stretch = tuple[Phase, int]
@@ -279,7 +280,7 @@ class _Spy(Partitioner):
 
         def forward(*tensors: Any) -> Any:
             named = ((name, each) for name, each in zip(places, tensors, strict=False) if name is not None)
-            self._given += [(name, weakref.ref(each), storage_of(each), each._version) for name, each in named]
+            self._given += [(name, weakref.ref(each), storage_of(each), version_of(each)) for name, each in named]
             return module.forward(*tensors)
 
         return make_boxed_func(forward)
@@ -289,7 +290,7 @@ class _Spy(Partitioner):
         found = set()
         for name, reference, storage, version in self._given:
             tensor = reference()
-            if storage in written or (tensor is not None and tensor._version != version):
+            if storage in written or (tensor is not None and version_of(tensor) != version):
                 found.add(name)
         return found
 

@@ -209,7 +209,8 @@ def _known(value: Any) -> type:
 
 def is_of_user(kind: type | FunctionType) -> bool:
     """Return True if a class or a function is the user's: it does not belong to Python, torch or a trainer."""
-    return kind.__module__.partition(".")[0] not in _NOT_OF_THE_MODEL
+    # Code that `exec` made may be without a module, such as the functions of `sympy.lambdify`.
+    return (kind.__module__ or "").partition(".")[0] not in _NOT_OF_THE_MODEL
 
 
 def with_contents(values: Iterable[Any], *, attributes_as_well: bool = False) -> dict[int, Any]:
@@ -300,7 +301,7 @@ def is_holder(value: Any) -> bool:
     of learning rates. Tensors, modules and classes are excluded.
     """
     if isinstance(value, FunctionType):
-        return value.__module__ is not None and is_of_user(value)
+        return is_of_user(value)
     if isinstance(value, threading.local | LRScheduler):
         return True  # of threading.local, the attributes that it has in this thread
     if isinstance(value, torch.Tensor | nn.Module | type) or not is_of_user(type(value)):

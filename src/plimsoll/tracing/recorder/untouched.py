@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from plimsoll.errors import PlimsollError
 from plimsoll.tracing.ddp import inner_module
 from plimsoll.tracing.fsdp2 import KeptShards, every_parameter
-from plimsoll.tracing.local_tensors import gradient_of, local_of, parts_of_sparse
+from plimsoll.tracing.local_tensors import gradient_of, local_of, parts_of_sparse, version_of
 from plimsoll.tracing.recorder.calling import Loss, output_tensors, unwrapped
 from plimsoll.tracing.recorder.contents import KeptValues, is_holder, lent, with_contents
 from plimsoll.tracing.recorder.foreign_leaves import gradients_aside
@@ -151,7 +151,7 @@ class KeptTensors:
     def __init__(
         self, tensors: Iterable[torch.Tensor], copy: Callable[[torch.Tensor], torch.Tensor] = torch.clone
     ) -> None:
-        self._kept = [(tensor, KeptMemory(tensor), copy(tensor.detach()), tensor._version) for tensor in tensors]
+        self._kept = [(tensor, KeptMemory(tensor), copy(tensor.detach()), version_of(tensor)) for tensor in tensors]
 
     def put_back(self) -> None:
         """Write the numbers back into the tensors that were written since this object was made."""
@@ -159,7 +159,7 @@ class KeptTensors:
             for tensor, memory, copy, version in self._kept:
                 memory.put_back()
                 # Compare contents too: batch norm writes without bumping the version counter.
-                if tensor._version != version or not (
+                if version_of(tensor) != version or not (
                     tensor.is_meta or same_contents(local_of(tensor), local_of(copy).to(tensor.device))
                 ):
                     local = local_of(tensor)
@@ -408,7 +408,8 @@ def _memory_of(tensor: torch.Tensor) -> set[int]:
 def private_copy(batch: Any) -> Any:
     """Return a copy of the batch with its own storages, so that a model may write to its inputs. Shared storages stay shared.
 
-    A step may advance iterators of the copy, because they are replaced.
+    A step may advance iterators of the copy, because they are replaced. A tensor keeps its class (torchvision's ``Image``,
+    MONAI's ``MetaTensor``), and gets copies of its attributes.
     """
     storages: dict[int, torch.UntypedStorage] = {}
 
@@ -424,6 +425,12 @@ def private_copy(batch: Any) -> Any:
             storages[source._cdata] = source.clone()
         fresh = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         fresh.set_(storages[source._cdata], tensor.storage_offset(), tensor.shape, tensor.stride())
+        kind = type(tensor)
+        if kind not in (torch.Tensor, nn.Parameter):
+            with torch._C.DisableTorchFunctionSubclass():
+                fresh = fresh.as_subclass(kind)
+        if attributes := vars(tensor):
+            vars(fresh).update(private_copy(attributes))
         return fresh.requires_grad_(tensor.requires_grad)
 
     return tree_map_only(torch.Tensor, copy, lent(batch))
