@@ -313,6 +313,13 @@ def test_a_fingerprint_changes_when_elements_change_places():
     assert storage_fingerprint(torch.zeros(0)) == 0
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float64, torch.float32])
+def test_permutation_matrices_have_different_fingerprints(dtype):
+    """Their rows and columns have equal sums."""
+    eye = torch.eye(512, dtype=dtype)
+    assert storage_fingerprint(eye) != storage_fingerprint(eye[torch.randperm(512)])
+
+
 @torch.library.custom_op("plimsollhost::noisy", mutates_args=())
 def noisy(x: torch.Tensor) -> torch.Tensor:
     """Draws from Python's generator and from numpy's."""

@@ -752,3 +752,178 @@ def test_transforms_outside_of_regions_do_not_stop_planning(
     budget = (plan.predicted_peak_bytes + plan.baseline_peak_bytes) // 2
     with plimsoll.attach(managed, budget) if verb == "attach" else plimsoll.apply(managed, plan):
         assert losses(managed) == expected
+
+
+class Image(torch.Tensor):
+    """A batch of a class of its own with an attribute, as MONAI's and torchvision's."""
+
+    @classmethod
+    def of(cls, batch: torch.Tensor, scale: float) -> torch.Tensor:
+        image = batch.as_subclass(cls)
+        image.scale = scale  # type: ignore[attr-defined]
+        return image
+
+
+def with_attribute(batch: torch.Tensor, scale: float) -> torch.Tensor:
+    batch.scale = scale  # type: ignore[attr-defined]
+    return batch
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = blocks()
+
+    def forward(self, image: Any) -> torch.Tensor:
+        return self.blocks(image.as_subclass(torch.Tensor) * image.scale)
+
+
+class Positioned(Block):
+    """Grows a buffer when it meets more rows, as caches of positions do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("positions", torch.zeros(0, 4 * WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if len(self.positions) < len(x):
+            self.positions = torch.linspace(0, 1, len(x))[:, None].repeat(1, 4 * WIDTH)
+        return x + self.down(torch.tanh(self.up(x) + self.positions[: len(x)]))
+
+
+def validated() -> nn.Sequential:
+    """A model whose buffers a validation made in inference mode."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Positioned() for _ in range(4)))
+    with torch.inference_mode():
+        model(torch.randn(ROWS, WIDTH))
+    return model
+
+
+class Fallible(Block):
+    """Refuses its first way, which its owner then does without."""
+
+    def forward(self, x: torch.Tensor, is_fast: bool = False) -> torch.Tensor:
+        if is_fast:
+            self.up(x)
+            raise RuntimeError("no fast way here")
+        return super().forward(x)
+
+
+class TriesTwice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Fallible() for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            try:
+                x = block(x, is_fast=True)
+            except RuntimeError:
+                x = block(block(x))
+        return x
+
+
+class WithoutModule(Block):
+    """Holds a function that says no module, as those of ``sympy.lambdify``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        names: dict[str, Any] = {"__name__": None, "tanh": torch.tanh}
+        exec("def act(x): return x * tanh(x)", names)
+        self.act = names["act"]
+        assert self.act.__module__ is None  # as `exec` leaves it
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.act(self.up(x)))
+
+
+def roomy(model: nn.Module, batch: Any) -> int:
+    """A budget above the unmanaged peak."""
+    return 64 * MIB
+
+
+def without_modules() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(WithoutModule() for _ in range(4)))
+
+
+@pytest.mark.parametrize(
+    ("make", "batch", "budget"),
+    [
+        (Scaled, lambda: Image.of(torch.randn(ROWS, WIDTH), 0.5), between),
+        (Scaled, lambda: with_attribute(torch.randn(ROWS, WIDTH), 0.5), between),
+        (validated, lambda: torch.randn(ROWS, WIDTH), roomy),  # to copy the buffers takes as much as a plan frees
+        (TriesTwice, lambda: torch.randn(ROWS, WIDTH), between),
+        (without_modules, lambda: torch.randn(ROWS, WIDTH), between),
+    ],
+    ids=["class of its own", "attribute", "inference buffer", "caught error", "function without module"],
+)
+def test_a_budget_is_kept_with_the_same_bits(
+    make: Callable[[], nn.Module], batch: Callable[[], torch.Tensor], budget: Callable[[nn.Module, torch.Tensor], int]
+):
+    plain, managed, given = make(), make(), batch()
+    expected = trained(plain, [given] * 4, torch.enable_grad)
+    with plimsoll.attach(managed, budget(managed, given)) as attachment:
+        assert trained(managed, [given] * 4, torch.enable_grad) == expected
+        assert attachment.plan is not None
+        assert all(region.is_left_alone for region in attachment.plan.regions) == (budget is roomy)
+    assert all(map(torch.equal, plain.parameters(), managed.parameters()))
+
+
+class Clipping(Block):
+    """Writes a weight through ``.data``, which autograd does not count."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.down.weight.data.clamp_(-0.01, 0.01)
+        return super().forward(x)
+
+
+def test_a_trial_restores_clipped_weights_while_a_graph_waits_for_its_backward():
+    def weights(*, is_managed: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(Clipping() for _ in range(3)))
+        # The second forward is of another shape and finds too little room, so plans are tried before the backward.
+        handle = plimsoll.attach(model, "1.05MiB") if is_managed else None
+        torch.manual_seed(0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+        for _ in range(3):
+            (squares(model(torch.randn(32, WIDTH))) + squares(model(torch.randn(48, WIDTH)))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if handle is not None:
+            handle.remove()
+        return [each.detach() for each in model.parameters()]
+
+    assert all(map(torch.equal, weights(is_managed=False), weights(is_managed=True)))
+
+
+class Turning(nn.Linear):
+    """Transposes its weight in each forward, at the same address."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.weight.data = self.weight.data.t()
+        return torch.tanh(super().forward(x))
+
+
+def test_planning_leaves_weights_that_forward_transposes_as_they_were():
+    model = nn.Sequential(*(Turning(WIDTH, WIDTH) for _ in range(3)))
+    before = [(each.stride(), each.detach().clone()) for each in model.parameters()]
+    plimsoll.plan(model, torch.randn(ROWS, WIDTH), loss=squares)
+    assert all(
+        each.stride() == stride and torch.equal(each, copy)
+        for each, (stride, copy) in zip(model.parameters(), before, strict=True)
+    )
+
+
+def test_the_copies_of_small_buffers_that_recipes_read_are_planned():
+    """Each block adds a buffer as large as the value that it saves: to rebuild that value, the buffer is copied."""
+    torch.manual_seed(0)
+    model, batch = nn.Sequential(*(Positioned() for _ in range(4))), torch.randn(ROWS, WIDTH)
+    model(batch)
+    plan = plimsoll.plan(model, batch, loss=squares, strategy="full")
+    assert plan.predicted_peak_bytes > plan.baseline_peak_bytes
+    assert plimsoll.verify(model, batch, plan, loss=squares, steps=1).verdict.is_pass
+    # A plan under a budget does not pay for nothing.
+    assert plimsoll.plan(model, batch, "1GiB", loss=squares).predicted_peak_bytes == plan.baseline_peak_bytes

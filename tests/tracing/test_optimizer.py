@@ -10,7 +10,7 @@ import torch
 from plimsoll.artifacts.trace import Category, Phase, Trace
 from plimsoll.errors import InvalidModel, TracingFailed
 from plimsoll.tracing.meters.memory import PeakMeter, storage_bytes
-from plimsoll.tracing.optimizer import trace_optimizer
+from plimsoll.tracing.optimizer import in_chunks, trace_optimizer
 from plimsoll.tracing.trace import trace
 from tracing import zoo
 
@@ -139,3 +139,18 @@ def test_the_full_history_of_lbfgs_is_counted_before_it_is_there(search, held):
     bytes_ = sum(parameter.nbytes for parameter in model.parameters())
     assert state_bytes(step) == (2 * 3 + 2 + held) * bytes_
     assert not optimizer.state
+
+
+def test_memory_beside_the_step_stays_if_the_optimizer_steps_in_chunks(monkeypatch):
+    # On a GPU libraries hold workspaces beside the step; this machine has none.
+    monkeypatch.setattr("plimsoll.tracing.trace.release_library_workspaces", lambda device: 4096)
+    model = zoo.Stack(width=64)
+    optimizer = torch.optim.AdamW(model.parameters())
+    whole = trace(model, torch.randn(2, 64), optimizer=optimizer, repeats=0)
+    chunks = [[name] for name, _ in model.named_parameters()]
+    parts = in_chunks(whole, optimizer, model, chunks)
+
+    assert [s.id for s in parts.storages] == list(range(len(parts.storages)))
+    for step in (whole, parts):
+        assert [s.bytes for s in step.storages if s.category is Category.COMMUNICATION] == [4096]
+    assert state_bytes(parts) == state_bytes(whole)

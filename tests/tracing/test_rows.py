@@ -109,6 +109,7 @@ def test_rows_are_the_batch_where_only_the_batch_does_not_mix():
         lambda m, x: mlp(m, x) / x.shape[1],
         lambda m, x: mlp(m, x) * (1 + (len(x[0]) > 20)),
         lambda m, x: mlp(m, x) if x.shape[1] % 24 == 0 else -mlp(m, x),
+        lambda m, x: mlp(m, x) if x.shape[1] % 24 == 0 else [][0],
     ],
 )
 def test_python_code_that_depends_on_the_number_of_rows_is_noticed(function):

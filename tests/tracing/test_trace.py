@@ -17,6 +17,7 @@ from metering import loss_of
 from plimsoll.artifacts.receipt import ReceiptVerdict
 from plimsoll.artifacts.trace import Category, Phase
 from plimsoll.errors import InvalidBatch, InvalidLoss, InvalidModel, TracingFailed
+from plimsoll.tracing.meters.memory import PeakMeter
 from plimsoll.tracing.meters.workspaces import WorkspaceMeter
 from plimsoll.tracing.trace import _Step, merged_timings, trace
 from plimsoll.units import MIB
@@ -307,3 +308,22 @@ def test_a_block_that_calls_itself_is_one_region():
     plan = plimsoll.plan(model, x, strategy="full", loss=torch.sum)
     assert [region.name for region in plan.regions] == ["0", "1"]
     assert plimsoll.verify(model, x, plan, loss=torch.sum).verdict is ReceiptVerdict.VERIFIED
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64])
+def test_a_traced_step_holds_less_than_the_step_itself(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
+    layers = [part for _ in range(8) for part in (nn.Linear(64, 64, dtype=dtype), nn.Tanh())]
+    model, batch = nn.Sequential(*layers), torch.randn(4096, 64, dtype=dtype)
+    measured: list[int] = []
+    end = PeakMeter.__exit__
+
+    def ended(self: PeakMeter, *error: Any) -> None:
+        end(self, *error)
+        measured.append(self.peak_bytes)
+
+    monkeypatch.setattr(PeakMeter, "__exit__", ended)
+    with PeakMeter("cpu"):
+        model(batch).abs().square().mean().backward()
+    model.zero_grad()
+    trace(model, batch, loss=lambda output: output.abs().square().mean(), repeats=0)
+    assert max(measured[1:]) < 0.5 * measured[0]

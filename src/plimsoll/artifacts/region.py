@@ -14,6 +14,13 @@ import msgspec
 IS_COLLECTIVE = "is a collective"
 """The text of ``RegionOp.obstacle`` for ops that communicate with other ranks."""
 
+SMALL_BUFFER_BYTES = 1 << 20
+"""The largest buffer in bytes that each call copies if recipes (ops that rebuild dropped tensors) read it. The model may write
+to a buffer before backward, and most buffers that models write to are small.
+
+A larger buffer is held instead and must not change before backward.
+"""
+
 
 class Origin(enum.StrEnum):
     """Where a value of a region (a module that a plan decides about) comes from: an op of the region, or from outside."""

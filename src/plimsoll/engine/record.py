@@ -13,7 +13,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from plimsoll.artifacts.plan import RegionPlan
-from plimsoll.artifacts.region import Origin, RegionGraph
+from plimsoll.artifacts.region import SMALL_BUFFER_BYTES, Origin, RegionGraph
 from plimsoll.engine.call_stream import StreamRecorder, references
 from plimsoll.engine.capturing import WARM_UP, refuse_capture
 from plimsoll.engine.guards import NO_OFFSET, Entry, SignatureReader
@@ -171,11 +171,6 @@ def _read_by_recipes(graph: RegionGraph, choice: DropChoice) -> frozenset[int]:
     )
 
 
-SMALL_BUFFER_BYTES = 1 << 20
-"""The largest buffer in bytes that is copied in each call.
-
-Larger buffers are held instead and must not change before backward.
-"""
 SMALL_PARAMETER_BYTES = 1 << 16
 """The largest parameter vector in bytes that is copied in each call, if autograd did not save it (a bias, for example)."""
 

@@ -96,7 +96,7 @@ class Recipes:
             found = sources[place]
             assert found is not None, "a call that lacks a parameter makes another stream of torch calls"
             # Copy in every call: a copy kept until the version changes would miss writes through ``.data``.
-            bound.append(local_of(found).clone() if is_copied else found)
+            bound.append(copy_storage(local_of(found)) if is_copied else found)
         return bound
 
     def distrust(self) -> None:

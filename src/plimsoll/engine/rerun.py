@@ -30,12 +30,13 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from plimsoll.artifacts.region import SMALL_BUFFER_BYTES
 from plimsoll.engine.attributes import AttributesBefore
 from plimsoll.engine.capturing import is_capturing
 from plimsoll.engine.guards import Entry, SignatureReader
 from plimsoll.engine.hooks import GONE, Cell, OpenCall, modified_in_place
 from plimsoll.engine.modes import modes_around
-from plimsoll.engine.record import SMALL_BUFFER_BYTES, SMALL_PARAMETER_BYTES, RegionForward
+from plimsoll.engine.record import SMALL_PARAMETER_BYTES, RegionForward
 from plimsoll.engine.torch_flags import in_force
 from plimsoll.errors import ReplayMismatch
 from plimsoll.tracing.local_tensors import is_sharded, version_of

@@ -112,7 +112,7 @@ def _retained_bytes(
     total = sum(form.held_bytes for form in forms_of(view, choice))
     for value in sorted((choice.kept | view.forced) - linked):
         storage = graph.values[value].storage
-        if storage not in counted and value not in view.free:
+        if storage not in counted and value not in view.resident:
             counted.add(storage)
             total += index.trace.storages[storage].bytes
     for leaf in sorted({leaf for leaves in schedule.leaves.values() for leaf in leaves} & view.copied):

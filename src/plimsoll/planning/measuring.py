@@ -387,7 +387,7 @@ class _Pass:
         view, values = self.region.view, self.region.view.graph.values
         held: dict[int, Ints] = {}
         for value in (*view.saved, *view.steady):
-            if value in view.free:
+            if value in view.resident:
                 continue
             until = np.where(self.held[value], self.until[value], -1)
             if value in view.everything:

@@ -166,7 +166,7 @@ def _pins_of(view: RegionView, overrides: Sequence[Override]) -> dict[int, str]:
     for value in view.saved:
         name = value_path(view.call.name, view.graph.values[value].name)
         override = next((o for o in reversed(overrides) if o.matches(name)), None)
-        if override is not None and value not in view.free:
+        if override is not None and value not in view.resident:
             pins[value] = _pin(view, value, name, override)
     return pins
 

@@ -32,7 +32,7 @@ import numpy.typing as npt
 
 from plimsoll.artifacts.costs import Costs
 from plimsoll.artifacts.forms import Form, Forms, ValueForms
-from plimsoll.artifacts.region import Origin, RegionGraph, Slot
+from plimsoll.artifacts.region import SMALL_BUFFER_BYTES, Origin, RegionGraph, Slot
 from plimsoll.artifacts.trace import Category, Phase, RegionCall, Storage, Trace
 from plimsoll.planning.replay_schedule import can_rebuild
 
@@ -50,10 +50,10 @@ class RegionView:
     ``saved`` are the values that autograd saves in slots (saved tensors) that Plimsoll manages, each once, in the order of
     saving. Of these, ``droppable`` values may be recomputed, ``movable`` values must be held but may be held in another form
     (compressed or offloaded), and ``forced`` values are always kept. ``forms`` maps saved values and inputs to their possible
-    forms, ``pins`` maps values to the user's decisions. ``copied`` are inputs that no slot holds: a recipe (the ops that
-    rebuild a value) that needs such an input copies it when the region begins, or holds it without a copy if it is in
-    ``steady``. ``free`` are parameters and buffers, which are in memory anyway. ``slots_of`` maps each saved value to its
-    slots.
+    forms, ``pins`` maps values to the user's decisions. ``copied`` are inputs that no slot holds, and small buffers: a recipe
+    (the ops that rebuild a value) that needs such a value copies it when the region begins, or holds it without a copy if it
+    is in ``steady``. ``resident`` are parameters and buffers, which are in memory anyway; ``free`` are those that no recipe
+    copies. ``slots_of`` maps each saved value to its slots.
     """
 
     call: RegionCall
@@ -63,6 +63,7 @@ class RegionView:
     forms: dict[int, ValueForms]
     copied: frozenset[int]
     steady: frozenset[int]
+    resident: frozenset[int]
     free: frozenset[int]
     slots_of: dict[int, tuple[Slot, ...]]
     pins: dict[int, str] = field(default_factory=dict)
@@ -481,14 +482,19 @@ def _view(
         if slot.is_managed:
             slots_of[slot.value] = (*slots_of.get(slot.value, ()), slot)
     saved = tuple(slots_of)
-    free = frozenset(v.id for v in graph.values if v.origin in (Origin.PARAMETER, Origin.BUFFER))
-    copied = frozenset(v.id for v in graph.values if v.producer < 0 and v.id not in free and v.id not in slots_of)
+    buffers = frozenset(v.id for v in graph.values if v.origin is Origin.BUFFER)
+    small = frozenset(v for v in buffers if graph.values[v].bytes <= SMALL_BUFFER_BYTES)
+    resident = buffers | {v.id for v in graph.values if v.origin is Origin.PARAMETER}
+    free = resident - small
+    given = (v.id for v in graph.values if v.producer < 0)
+    # A recipe copies a small buffer even if autograd has saved it: autograd would not notice a write through `.data`.
+    copied = frozenset(v for v in given if v not in free and (v in small or v not in slots_of))
     droppable: tuple[int, ...] = ()
     if may_recompute and not call.obstacle and call.backward[0] >= 0:
         droppable = _droppable(trace, call, saved, free | copied)
     entries: dict[int, ValueForms] = {}
     if not call.obstacle and call.backward[0] >= 0:
-        names = {value: graph.values[value].name for value in (*saved, *copied) if value not in free}
+        names = {value: graph.values[value].name for value in (*saved, *copied) if value not in resident}
         entries = {value: forms[name] for value, name in names.items() if name in forms}
     return RegionView(
         call=call,
@@ -505,6 +511,7 @@ def _view(
         forms=entries,
         copied=copied,
         steady=frozenset(v for v in copied if graph.values[v].is_steady),
+        resident=resident,
         free=free,
         slots_of=slots_of,
     )

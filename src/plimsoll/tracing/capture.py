@@ -104,9 +104,10 @@ class SlotBook:
         self.records.append(SlotRecord(value=value, storage=storage, packed=tracer.tick))
         self.is_parameter_slot.append(is_parameter)
         with tracer.unseen():
-            # Zeros cannot replace integers and booleans: backward formulas index with them.
-            can_stand_in = tensor.dtype.is_floating_point and is_plain(tensor) and not is_parameter
-            can_stand_in = can_stand_in and not self._keeps_values
+            # Zeros cannot replace integers and booleans: backward formulas index with them. Backward resolves a lazy
+            # conjugation with an op of its own, which zeros would not need.
+            has_numbers = tensor.dtype.is_floating_point or (tensor.is_complex() and not tensor.is_conj())
+            can_stand_in = has_numbers and is_plain(tensor) and not is_parameter and not self._keeps_values
             held = None if can_stand_in else tensor if is_gathered else tensor.detach()
             if held is not None and value >= 0 and is_plain(tensor):
                 copy = held.clone()  # strides differ if elements share memory

@@ -139,7 +139,8 @@ class StepTracer(OpRecorder):
         super().__exit__(*error)
         with torch.no_grad():
             for parameter, copy in self._before_writes.values():
-                parameter.copy_(copy)
+                # Through `.data`: a graph that waits for its backward must not take this for a write.
+                parameter.data.copy_(copy)
 
     def _note_writes(self, args: tuple[Any, ...], kwargs: dict[str, Any], signature: Signature) -> None:
         """Copy each guarded parameter (see `guard`) before the op writes to it for the first time."""

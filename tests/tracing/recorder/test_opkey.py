@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from plimsoll.tracing.recorder.opkey import op_spec
+from plimsoll.tracing.recorder.opkey import cost_key, op_spec
 
 _ATEN = torch.ops.aten
 
@@ -29,3 +29,8 @@ def test_products_say_their_batch_rows_columns_and_inner_size():
     bias = torch.empty(7, device="meta")
     assert op_spec(_ATEN.addmm.default, (bias, left[0], right[0]), {}, left).product == (1, 3, 7, 5)
     assert op_spec(_ATEN.mul.Tensor, (left, left), {}, left).product is None
+
+
+def test_casts_to_different_dtypes_have_different_costs():
+    keys = {cost_key(_ATEN._to_copy.default, (heads(2),), {"dtype": each}) for each in (torch.bfloat16, torch.float64)}
+    assert len(keys) == 2

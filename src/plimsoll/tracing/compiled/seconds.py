@@ -112,11 +112,11 @@ def _samples(node: fx.Node, device: torch.device) -> tuple[float, ...]:
     """Run an op several times on arguments like its own, and return the seconds of each run. If the op refuses these arguments,
     return an empty tuple.
     """
-    args, kwargs = fx.node.map_arg((node.args, node.kwargs), functools.partial(_like, device=device))
-    _divide_rows(node.target, args, kwargs)
     target: Callable[..., Any] = node.target  # type: ignore[assignment]
     clock = clock_for(device)
     try:
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), functools.partial(_like, device=device))
+        _divide_rows(node.target, args, kwargs)
         target(*args, **kwargs)
         return tuple(clock.time(functools.partial(target, *args, **kwargs))[1] for _ in range(_REPEATS))
     except (RuntimeError, TypeError, ValueError, IndexError):
@@ -130,7 +130,8 @@ def _like(node: fx.Node, device: torch.device) -> Any:
         made = torch.empty_strided(shape, stride, dtype=value.dtype, device=device)
         # Fill the whole storage: an expanded tensor, such as the gradient of a sum, cannot be written through its own shape.
         whole = made.as_strided((made.untyped_storage().nbytes() // made.element_size(),), (1,))
-        whole.normal_() if made.is_floating_point() else whole.zero_()
+        # torch has no random numbers for dtypes of one byte
+        whole.normal_() if made.is_floating_point() and made.element_size() > 1 else whole.zero_()
         return made
     return hinted(value)
 

@@ -59,6 +59,8 @@ def _describe(value: Any) -> str:
         return f"{dtype_name(value.dtype)}[{sizes}]{layout}"
     if isinstance(value, list | tuple):
         return "[" + ",".join(_describe(item) for item in value) + "]"
+    if isinstance(value, torch.dtype):  # a cast to another dtype moves other bytes
+        return dtype_name(value)
     if isinstance(value, int | float | bool | str) or value is None:
         return repr(value)
     return type(value).__name__

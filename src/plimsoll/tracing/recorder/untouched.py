@@ -77,10 +77,11 @@ def untouched(model: nn.Module, written: Collection[str] = ()) -> Iterator[None]
             forwards.put_back()
             state.put_back()
             for parameter, data in aliases:
-                if parameter.data_ptr() != data.data_ptr():
+                if parameter.data_ptr() != data.data_ptr() or Geometry.of(parameter) != Geometry.of(data):
                     parameter.data = data
             for local, copy in copies:
-                local.copy_(copy)
+                # Through `.data`: a graph that waits for its backward must not take this for a write.
+                local.data.copy_(copy)
             generators.put_back()
             # Otherwise the user's call would find weights that autocast cast in the block, and run other ops than later calls.
             torch.clear_autocast_cache()
