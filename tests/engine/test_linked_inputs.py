@@ -7,8 +7,10 @@ import pytest
 import torch
 from torch import nn
 
+import plimsoll
 from contracts.harness import Block, Stack, assert_unchanged, batch, manage, plain_step, stack_of, weigh
 from engine.models import Lined, Through, tied
+from steps import mean_square
 
 
 def links_of(model, *, boundaries):
@@ -212,3 +214,32 @@ def test_blocks_called_without_their_model_keep_every_bit(boundaries):
         return loss, x.grad
 
     assert_unchanged(stack_of(nn.Tanh, count=2), step, boundaries=boundaries)
+
+
+class Residual(nn.Module):
+    """A block that may be skipped, as those of pruned models."""
+
+    def __init__(self, *, is_skipped: bool) -> None:
+        super().__init__()
+        self.up, self.down, self.is_skipped = nn.Linear(64, 64), nn.Linear(64, 64), is_skipped
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x if self.is_skipped else x + self.down(torch.tanh(self.up(x)))
+
+
+@pytest.mark.parametrize(
+    ("skipped", "named"),
+    [
+        (-1, {"strategy": "every:2", "overrides": ["0::tanh=compress:int8"]}),
+        (1, {"strategy": "hybrid:1,2"}),
+    ],
+    ids=["override", "skipped block"],
+)
+def test_an_input_that_is_rebuilt_from_a_lossy_value_is_not_taken_for_wrong(skipped, named):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(Residual(is_skipped=place == skipped) for place in range(4))), torch.randn(256, 64)
+    plan = plimsoll.plan(model, x, loss=mean_square, allow="recompute,compress", max_error=0.5, **named)
+    assert any(region.is_boundary_dropped and region.is_input_lossy for region in plan.regions)
+    with plimsoll.apply(model, plan):
+        for _ in range(3):
+            mean_square(model(x)).backward()

@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import zoo as shared_zoo
 from long_cases import some
-from plimsoll.artifacts.trace import Trace
+from plimsoll.artifacts.trace import Phase, Trace
 from plimsoll.errors import TracingFailed
 from plimsoll.tracing.trace import trace
 from steps import Net
@@ -254,3 +254,14 @@ def test_llama_as_wide_as_70b_is_traced_for_a_gpu():
         graph.values[slot.value].storage: graph.values[slot.value].bytes for slot in graph.slots if slot.is_managed
     }
     assert sum(saved.values()) > 2**31
+
+
+def test_attributes_of_parameters_and_of_the_batch_are_read_without_a_device():
+    """As those of mup, which scales by what it has noted on weights."""
+    model = nn.Sequential(nn.Linear(8, 8))
+    model[0].weight.width = 2.0
+    batch = torch.randn(4, 8)
+    batch.scale = 3.0
+    scaled = Net(lambda net, x: (net.inner(x) * net.inner[0].weight.width * x.scale).sum(), inner=model)
+    step = trace(scaled, batch, device_name="H100")
+    assert [op.name for op in step.ops if op.phase is Phase.FORWARD].count("mul") == 2

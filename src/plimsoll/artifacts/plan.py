@@ -56,7 +56,8 @@ class RegionPlan(msgspec.Struct, frozen=True, kw_only=True):
     """Data: the decisions for one call of one region (a module that Plimsoll manages). If there are none or all are KEEP, the
     region is not changed.
 
-    With ``is_boundary_dropped`` the region's input is not held either: the previous region rebuilds it.
+    With ``is_boundary_dropped`` the region's input is not held either: the previous region rebuilds it. With ``is_input_lossy``
+    it does so from values that are stored with loss, so that the input does not come back bit for bit.
     ``price_seconds_per_byte`` is the price of one byte held from this region's forward to the end of its backward: the seconds
     per step that one such byte costs (``None`` in older plans, which did not record the price). It is higher for early regions,
     because they hold values across more moments at which memory is scarce. ``steady_inputs`` names the inputs that autograd
@@ -71,6 +72,7 @@ class RegionPlan(msgspec.Struct, frozen=True, kw_only=True):
     retained_bytes: int
     replay_seconds: float
     is_boundary_dropped: bool = False
+    is_input_lossy: bool = False
     price_seconds_per_byte: float | None = None
     steady_inputs: tuple[str, ...] = ()
     value_read: str = ""
@@ -121,7 +123,8 @@ class RegionPlan(msgspec.Struct, frozen=True, kw_only=True):
         Such plans differ only in predictions and reasons.
         """
         packed = tuple(sorted(self.packed.items()))
-        return (self.call, self.dropped, packed, self.is_boundary_dropped, self.steady_inputs, self.spare_bytes)
+        links = (self.is_boundary_dropped, self.is_input_lossy)
+        return (self.call, self.dropped, packed, *links, self.steady_inputs, self.spare_bytes)
 
     @property
     def saved_ops(self) -> dict[str, tuple[int, ...]]:

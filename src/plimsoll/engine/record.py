@@ -114,6 +114,7 @@ class Recording:
             parameters=self._parameters(choice, shared),
             not_rebuildable=self.not_rebuildable,
             steady=frozenset(value.id for value in self.graph.values if value.name in plan.steady_inputs),
+            is_input_lossy=plan.is_input_lossy,
         )
 
     def _names_to_drop(self, plan: RegionPlan) -> frozenset[str]:

@@ -145,6 +145,8 @@ class ReplayPlan:
     not_rebuildable: Mapping[int, str]
     steady: frozenset[int] = frozenset()
     """The value ids of inputs that the model's forward has made and does not write to again."""
+    is_input_lossy: bool = False
+    """Whether the region that rebuilds this one's dropped input does so from values that are stored with loss."""
     template: ReplayPlan | None = None
     """The plan with placeholders that were filled with numbers to make this plan. ``None`` if this plan was not made in this
     way.
@@ -263,6 +265,8 @@ class ReplayPlan:
         """
         codecs = ((value, codec) for value, codec in self.codecs.items() if codec is not None)
         lossy = {value for value, codec in codecs if codec.keeps_sign_only or not codec.is_lossless}
+        if self.is_input_lossy and self.choice.link is not None:
+            lossy.add(self.choice.link)
         from_lossy = {slot for leaves, slots in self.leaf_groups if lossy.intersection(leaves) for slot in slots}
         return tuple(slot for slot in self.dropped_slots if slot not in from_lossy)
 

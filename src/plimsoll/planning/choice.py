@@ -153,7 +153,21 @@ def step_error(index: StepIndex, choices: Sequence[Choice], linked: Mapping[int,
     ``choices`` has one choice (what to keep or recompute) for each region. ``linked`` maps each region whose input is dropped
     to the ids of the input values that are not held.
     """
-    total = 0.0
+    return sum(noise.squared_error() for noise in _noises(index, choices, linked))
+
+
+def with_lossy_input(
+    index: StepIndex, choices: Sequence[Choice], linked: Mapping[int, frozenset[int]]
+) -> frozenset[int]:
+    """Return the positions of the regions (module calls) whose dropped input is rebuilt from values that are stored with loss.
+
+    Arguments are as for `step_error`.
+    """
+    noises = _noises(index, choices, linked)
+    return frozenset(at for at, noise in enumerate(noises) if any(noise.linked.values()))
+
+
+def _noises(index: StepIndex, choices: Sequence[Choice], linked: Mapping[int, frozenset[int]]) -> list[_Noise]:
     noises: list[_Noise] = []
     for view, choice in zip(index.views, choices, strict=True):
         mine = linked.get(view.call.index, frozenset())
@@ -162,8 +176,7 @@ def step_error(index: StepIndex, choices: Sequence[Choice], linked: Mapping[int,
             provider = noises[provider_of(index, view, mine)]
             given = {value: provider.of_output(view.graph.values[value].storage) for value in mine}
         noises.append(_Noise(view, choice, given))
-        total += noises[-1].squared_error()
-    return total
+    return noises
 
 
 def form_error(view: RegionView, choice: Choice, value: int) -> float:
@@ -187,6 +200,7 @@ class _Noise:
 
     def __init__(self, view: RegionView, choice: Choice, linked: Mapping[int, float]) -> None:
         forms = {value: view.form(value, form) for value, form in choice.packed if value not in linked}
+        self.linked = linked
         self._view = view
         self._held = view.leaves | choice.kept | forms.keys() | linked.keys()
         self._private = {value for value, form in forms.items() if form.is_private}

@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from plimsoll.artifacts.decision import Decision, Status
 from plimsoll.artifacts.plan import Plan, RegionPlan, ValueDecision
 from plimsoll.artifacts.region import Origin
-from plimsoll.planning.choice import Choice, form_error, forms_of, packing_seconds
+from plimsoll.planning.choice import Choice, form_error, forms_of, packing_seconds, with_lossy_input
 from plimsoll.planning.describe import category_curves, classes_at_peak, describe_peak, describe_timeline
 from plimsoll.planning.effects import held_bytes
 from plimsoll.planning.explain import compared, why_kept, worth
 from plimsoll.planning.fixed_parts import fixed_parts, held_for_backward
 from plimsoll.planning.replay_schedule import NO_OP, Schedule, build_schedule, recipe_ops
-from plimsoll.planning.simulate import Simulation, engine_seconds, is_touched
+from plimsoll.planning.simulate import Simulation, engine_seconds, is_touched, links_of
 from plimsoll.planning.step import RegionView, StepIndex, boundary_values
 from plimsoll.units import MIB, format_seconds
 
@@ -37,6 +37,7 @@ def decide(simulation: Simulation, prices_seconds_per_byte: Sequence[float]) -> 
         key = index.views[region].graph.ops[op].cost_key
         op_seconds[region] = op_seconds.get(region, 0.0) + index.replay_seconds(key)
     plans = []
+    lossy = with_lossy_input(index, simulation.choices, links_of(index, simulation.choices))
     for view, choice, price in zip(index.views, simulation.choices, prices_seconds_per_byte, strict=True):
         schedule = _schedule(view, choice)
         engine = engine_seconds(index, view) if is_touched(view, choice) else 0.0
@@ -51,6 +52,7 @@ def decide(simulation: Simulation, prices_seconds_per_byte: Sequence[float]) -> 
                 retained_bytes=_retained_bytes(index, view, choice, schedule, linked, counted),
                 replay_seconds=op_seconds.get(view.call.index, 0.0) + engine,
                 is_boundary_dropped=bool(linked),
+                is_input_lossy=view.call.index in lossy,
                 price_seconds_per_byte=float(price),
                 steady_inputs=tuple(sorted(view.graph.values[value].name for value in view.steady)),
                 value_read=view.call.value_read,

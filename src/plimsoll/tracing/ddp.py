@@ -131,6 +131,17 @@ def begin_anew(model: nn.Module) -> None:
         reducer.reducer._reset_state()  # seen in torch 2.9 to 2.15
 
 
+def _twin_of(parameter: nn.Parameter) -> nn.Parameter:
+    """Return an alias of a parameter, of its class and with the user's attributes, which forward may read. Those of DeepSpeed
+    stay behind, because its hooks look for them.
+    """
+    twin = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
+    if type(parameter) is not type(twin):
+        twin.__class__ = type(parameter)
+    vars(twin).update({name: value for name, value in vars(parameter).items() if not name.startswith("ds_")})
+    return twin
+
+
 class Twins:
     """Aliases of the parameters of a wrapped model (twins). They share the parameters' memory, but do not have the hooks of DDP
     and ZeRO.
@@ -148,7 +159,7 @@ class Twins:
         moved = originals if is_zero else reduced_parameters(model) if gradients_are_views(model) else ()
         self._moved = frozenset(parameter for parameter in moved if parameter.requires_grad)
         self._gathered = [each for each in model.parameters() if is_gathered_by_zero(each) and each.requires_grad]
-        self._twins = {each: nn.Parameter(each.detach(), requires_grad=each.requires_grad) for each in originals}
+        self._twins = {each: _twin_of(each) for each in originals}
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:

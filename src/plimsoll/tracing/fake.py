@@ -82,7 +82,7 @@ def fake_batch(batch: Any, mode: FakeTensorMode) -> Any:
 
     @functools.cache  # a tensor that is passed twice stays one tensor
     def convert(tensor: torch.Tensor) -> torch.Tensor:
-        return _known_copy(tensor) if _has_known_values(tensor) else fake_like(tensor, mode)
+        return _with_attributes(_known_copy(tensor) if _has_known_values(tensor) else fake_like(tensor, mode), tensor)
 
     return tree_map_only(torch.Tensor, convert, batch)
 
@@ -117,10 +117,17 @@ def _swapped(model: nn.Module, mode: FakeTensorMode) -> Iterator[None]:
 
 def _twin(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
     if _has_known_values(tensor):
-        return _known_copy(tensor)
+        return _with_attributes(_known_copy(tensor), tensor)
     fake = fake_like(tensor, mode)
     if tensor.grad is not None:
         fake.grad = fake_like(tensor.grad, mode)
+    return _with_attributes(fake, tensor)
+
+
+def _with_attributes(fake: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """Give ``fake`` the attributes that the user's code has set on ``tensor``, and return it."""
+    for name, value in vars(tensor).items():
+        vars(fake).setdefault(name, value)
     return fake
 
 
