@@ -672,7 +672,8 @@ class Attachment(ShowsFigures, RemovedAtEnd):
             # Its frames hold the tensors of a trial, which the measured step would count.
             error.__context__ = error.with_traceback(None).__cause__ = None
             self._known.lowest.is_over = True
-            self._known.lowest.predicted_bytes = planner.own(lowest).predicted_peak_bytes
+            # A trial of this plan takes more than its prediction: it records the regions.
+            self._known.lowest.planning_bytes = max(planner.own(lowest).predicted_peak_bytes, planner.tried_bytes)
             return lowest
 
     def _is_enough_for(self, traced: PlannedStep, earlier: PlannedStep) -> bool:
@@ -853,8 +854,10 @@ class Attachment(ShowsFigures, RemovedAtEnd):
         self._known.held_at_plan_bytes = max(self._known.held_at_plan_bytes, self._steps.held.bytes)
         if tried.is_over:  # and the measured step has shown that a plan fits
             why = "its trace was predicted to exceed the budget, with copies in memory of the batch, gradients, and buffers"
-            taken_bytes = tried.predicted_bytes + self._copied_bytes(planner, task)
-            log_planning_overrun(taken_bytes, planner.own_budget_bytes or 0, why, "they were measured to fit")
+            taken_bytes, budget_bytes = tried.planning_bytes + self._copied_bytes(planner, task), planner.own_budget_bytes
+            taken_bytes += max(0, self._watch.bytes_before - planned_state_bytes(own))  # a trial counts what the plan counts
+            if budget_bytes is not None and taken_bytes > budget_bytes:
+                log_planning_overrun(taken_bytes, budget_bytes, why, "they were measured to fit")
         self._run_from_now_on(traced, plan)
         if not (
             self._watch.is_watching or self._watch.is_settled

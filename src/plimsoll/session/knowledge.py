@@ -52,8 +52,8 @@ class LowestSteps:
     """Whether these steps exceed the budget. They run all the same, because the error about the budget then names what they
     were measured to need.
     """
-    predicted_bytes: int = 0
-    """If ``is_over``: the predicted peak of such a step."""
+    planning_bytes: int = 0
+    """If ``is_over``: the bytes that planning took: the peak of such a step, predicted or measured in a trial."""
     peak_bytes: int = 0
     """Their highest measured peak, on the rank where it was highest."""
     rest_bytes: int = 0
