@@ -76,6 +76,7 @@ class Drops:
     kept: tuple[str, ...] = ()
     packs: Mapping[str, str] = field(default_factory=dict)
     is_boundary_dropped: bool = False
+    is_input_lossy: bool = False
     has_offload: bool = False
     is_left_alone: bool = False
     call: int = 0

@@ -198,6 +198,27 @@ def test_a_saved_module_loads_as_a_plain_module_with_the_same_results():
     assert differences(expected, train(loaded, plain_step, 2)) == []
 
 
+def test_what_is_saved_or_copied_under_a_plan_keeps_nothing_of_it():
+    model = build()
+    with plimsoll.attach(model, "1GiB") as attachment:
+        train(model, plain_step, 3)
+        for made in (model, copy.deepcopy(model)):
+            file = io.BytesIO()
+            torch.save(made, file)
+            assert b"plimsoll" not in file.getvalue()
+        copied = copy.deepcopy(model)
+        train(copied, plain_step, 1)
+        assert [name for name, module in copied.named_modules() if hooks_of(module) or "forward" in vars(module)] == []
+        model.blocks = copy.deepcopy(model.blocks)
+        train(model, plain_step, 3)
+        assert attachment.plan is not None
+    assert [name for name, module in model.named_modules() if hooks_of(module) or "forward" in vars(module)] == []
+
+
+def hooks_of(module):
+    return [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+
+
 def test_a_forward_of_the_instance_survives_copying():
     model = build()
     model.blocks[0].forward = types.MethodType(lambda self, x: Block.forward(self, x) * 2, model.blocks[0])

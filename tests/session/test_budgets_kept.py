@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -746,4 +747,91 @@ def test_a_discriminator_keeps_to_its_budget_in_its_own_steps_and_in_the_generat
     assert max(training.peaks) <= budget
     assert training.said == []
     assert any(region.dropped for region in training.attachment.plan.regions)
+    assert all(map(torch.equal, expected, found))
+
+
+class Recurrent(nn.Module):
+    """Thousands of small operations in a block, so that its recording takes much memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.GRU(64, 64, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = x + self.inner(x)[0]
+        return made
+
+
+@pytest.mark.long
+def test_what_recording_takes_does_not_count_for_later_steps() -> None:
+    def through_rows(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+        mean_square(model(torch.randn(32, 48, 64))).backward()
+        update(optimizer)
+
+    training = Training(lambda: nn.Sequential(Recurrent(), Recurrent()), torch.optim.RMSprop)
+    training.run(through_rows)
+    training.run(through_rows, int(1.05 * max(training.peaks)), steps=5)
+    assert training.said == []
+    assert not any(region.dropped for region in training.attachment.plan.regions)
+
+
+@pytest.mark.long
+def test_a_larger_batch_is_not_refused_for_what_other_steps_took() -> None:
+    """As in a loop of MAML that takes a step without an inner step now and then, on the whole batch."""
+
+    def now_and_then(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+        if number % 4 == 3:
+            loss = loss_of(model, ROWS)
+        else:
+            fast = dict(model.named_parameters())
+            batch = torch.randn(ROWS // 2, WIDTH)
+            inner = mean_square(torch.func.functional_call(model, fast, (batch,)))
+            slopes = torch.autograd.grad(inner, list(fast.values()), create_graph=True)
+            fast = {name: each - 0.01 * slope for (name, each), slope in zip(fast.items(), slopes, strict=True)}
+            loss = mean_square(torch.func.functional_call(model, fast, (batch,)))
+        loss.backward()
+        update(optimizer)
+
+    training = Training(lambda: Stack(4, WIDTH), torch.optim.Adam)
+    expected = training.run(now_and_then, steps=8)
+    budget = int(1.05 * max(training.peaks))
+    found = training.run(now_and_then, budget, steps=8)
+    assert max(training.peaks[1:]) <= budget
+    assert all(map(torch.equal, expected, found))
+
+
+class Quantizing(nn.Module):
+    """A block that saves twice as much once its fake quantization is switched on."""
+
+    is_on = False
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made = torch.tanh(self.up(x))
+        if self.is_on:
+            made = (made.sin() * made.exp()).sigmoid()
+        return x + self.down(made)
+
+
+@pytest.mark.long
+def test_the_lowest_plan_of_a_changed_step_runs_if_none_fits() -> None:
+    def switched_on(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+        if number == 4:
+            for block in model:
+                block.is_on = True
+        plain(model, optimizer, number)
+
+    training = Training(lambda: nn.Sequential(*(Quantizing() for _ in range(6))), torch.optim.SGD)
+    expected = training.run(switched_on, steps=9)
+    unmanaged = training.peaks[-1]
+    with pytest.raises(BudgetBelowFloor) as refused:
+        training.run(plain, "16KiB")
+    (budget,) = re.findall(r'budget="([^"]+)"', refused.value.next)
+    found = training.run(switched_on, budget, steps=9)
+    assert any("below the smallest reachable peak" in each for each in training.said)
+    # The first changed step keeps what the plan does not know, the second is planned.
+    assert max(training.peaks[6:]) < 0.6 * unmanaged
     assert all(map(torch.equal, expected, found))

@@ -257,7 +257,7 @@ def test_llama_as_wide_as_70b_is_traced_for_a_gpu():
 
 
 def test_attributes_of_parameters_and_of_the_batch_are_read_without_a_device():
-    """As those of mup, which scales by what it has noted on weights."""
+    """As in mup, which notes a width on weights and scales by it."""
     model = nn.Sequential(nn.Linear(8, 8))
     model[0].weight.width = 2.0
     batch = torch.randn(4, 8)

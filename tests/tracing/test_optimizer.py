@@ -142,7 +142,7 @@ def test_the_full_history_of_lbfgs_is_counted_before_it_is_there(search, held):
 
 
 def test_memory_beside_the_step_stays_if_the_optimizer_steps_in_chunks(monkeypatch):
-    # On a GPU libraries hold workspaces beside the step; this machine has none.
+    # On a GPU, libraries hold workspaces during the whole step.
     monkeypatch.setattr("plimsoll.tracing.trace.release_library_workspaces", lambda device: 4096)
     model = zoo.Stack(width=64)
     optimizer = torch.optim.AdamW(model.parameters())

@@ -343,6 +343,16 @@ class Handle(ShowsFigures, RemovedAtEnd):
         """All differences between rebuilt tensors and forward's tensors that inspected calls have found so far."""
         return tuple(self._shared.inspector.faults)
 
+    def take_other_step(self) -> bool:
+        """Return whether calls have made values that the plan does not name, since this method was last called."""
+        found, self._shared.unmet.is_other_step = self._shared.unmet.is_other_step, False
+        return found
+
+    @property
+    def recorded_calls(self) -> int:
+        """The number of region calls (calls of modules that the plan decides about) that have been recorded so far."""
+        return self._shared.alarm.recorded_calls
+
     @property
     def inspected_calls(self) -> int:
         """The number of region calls (calls of modules that the plan decides about) that have been inspected so far. An

@@ -130,6 +130,8 @@ class Alarm:
         self.has_wrong_number = False
         """Whether a tensor was rebuilt wrongly by a recipe that takes a number from each call instead of a recorded constant.
         """
+        self.recorded_calls = 0
+        """The number of calls that were recorded. A recorded call runs each op twice, which takes memory."""
         self._is_raised = False
 
     def begin_step(self) -> None:

@@ -8,6 +8,7 @@ So the replacement looks up which module it was called for: ``nn.Module.__call__
 from __future__ import annotations
 
 import abc
+import contextlib
 import copy
 import functools
 import sys
@@ -56,8 +57,8 @@ def calling_module(stand_in: object) -> nn.Module | None:
 
 
 class CopiedForward:
-    """Takes the place of Plimsoll's ``forward`` in a deep copy of a managed module, or in an unpickled module. It runs the
-    plain forward of the module's class.
+    """Takes the place of Plimsoll's ``forward`` in a deep copy of a managed module. It runs the plain forward of the module's
+    class.
 
     The object removes itself from the module at its first call, so that copies of the copy do not contain it.
     """
@@ -78,6 +79,10 @@ class CopiedForward:
             del module.__dict__["forward"]
         return type(module).forward(module, *args, **kwargs)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the plain forward, so that the pickle can be read without Plimsoll."""
+        return _forward_of(self.__self__)
+
 
 class ReplacedForward(abc.ABC):
     """Base class of objects that take the place of a module's ``forward`` while a plan is applied.
@@ -87,6 +92,8 @@ class ReplacedForward(abc.ABC):
     """
 
     def __init__(self, module: nn.Module) -> None:
+        if isinstance(module.__dict__.get("forward"), CopiedForward):
+            del module.__dict__["forward"]  # a copy of a managed module that was not called yet
         self.module = module
         self.__wrapped__ = module.forward  # so that inspect.signature shows the module's own signature
         self._had_own = "forward" in module.__dict__
@@ -131,8 +138,16 @@ class ReplacedForward(abc.ABC):
         return CopiedForward(memo.get(id(self.module), self.module))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the plain forward, because a pickled module is not managed."""
-        return (CopiedForward, (self.module,))
+        """Pickle the module's own forward: a pickled module is not managed, and can be read without Plimsoll."""
+        return (copy.copy, (self._original,)) if self._had_own else _forward_of(self.module)
+
+
+def _forward_of(module: nn.Module) -> tuple[Any, ...]:
+    """Return what a pickle stores to get the plain forward of a module's class.
+
+    When ``forward`` is read from the module, its attributes are not set yet, so the method of its class is found.
+    """
+    return (getattr, (module, "forward"))
 
 
 def _run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -142,8 +157,8 @@ def _run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 class ModelHook:
     """A hook that runs a function when the model is called to compute, but not when it is traced.
 
-    Deep copies and pickles of the model get a hook that does nothing. Shallow copies share the hook, which runs only for copies
-    that also share the submodules.
+    Deep copies of the model get a hook that only removes itself, and pickles one that does nothing. Shallow copies share the
+    hook, which runs only for copies that also share the submodules.
     """
 
     def __init__(self, model: nn.Module | None = None, run: Callable[..., None] | None = None) -> None:
@@ -151,7 +166,10 @@ class ModelHook:
         self._run = run
 
     def __call__(self, caller: nn.Module, *arguments: Any) -> None:
-        if self._model is None or self._run is None or caller._modules is not self._model._modules:
+        if self._model is None or self._run is None:
+            _drop(caller, self)
+            return
+        if caller._modules is not self._model._modules:
             return
         if torch.compiler.is_compiling():
             refuse_compiler(caller)
@@ -174,5 +192,20 @@ class ModelHook:
     def __deepcopy__(self, memo: dict[int, Any]) -> ModelHook:
         return ModelHook()
 
-    def __reduce__(self) -> tuple[type[ModelHook], tuple[()]]:
-        return (ModelHook, ())
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A callable of Python's own that takes anything and does nothing, so that the pickle can be read without Plimsoll.
+        return (getattr, (contextlib.nullcontext(), "__exit__"))
+
+
+def _drop(module: nn.Module, hook: ModelHook) -> None:
+    """Remove a hook from the tables of a module that was copied together with the hook."""
+    before: list[dict[int, Any]] = [module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs]
+    after: list[dict[int, Any]] = [
+        module._forward_hooks,
+        module._forward_hooks_with_kwargs,
+        module._forward_hooks_always_called,
+    ]
+    for hooks, *flags in (before, after):
+        for key in [key for key, each in hooks.items() if each is hook]:
+            for table in (hooks, *flags):
+                table.pop(key, None)

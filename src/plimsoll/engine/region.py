@@ -241,6 +241,7 @@ class ManagedRegion(ReplacedForward):
         The call already drops what the plan drops, even if its torch calls differ from those of earlier calls.
         """
         shared = self._shared
+        shared.alarm.recorded_calls += 1
         output, recorded = record_call(self._subject, service, entry, self._reader, args, kwargs, shared)
         program = recorded.program
         self._writes_buffers |= recorded.writes_buffers

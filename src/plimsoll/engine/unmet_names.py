@@ -46,6 +46,8 @@ class UnmetNames:
     def __init__(self) -> None:
         self._found: dict[tuple[str, int], _Unmet] = {}
         self._is_said = False
+        self.is_other_step = False
+        """Whether such a call was noted since the owner last set this to False. The owner may plan anew for such calls."""
 
     def note(self, plan: RegionPlan, graph: RegionGraph) -> None:
         """Compare the names in a plan with the values of a recorded call. If the call did not make some of them and keeps many
@@ -53,7 +55,7 @@ class UnmetNames:
         """
         made = {value.name for value in graph.values}
         missing = [each for each in plan.decisions if each.decision is not Decision.KEEP and each.value not in made]
-        if not missing or self._is_said:
+        if not missing:
             return
         named = {each.value for each in plan.decisions}
         saved = {slot.value for slot in graph.slots if slot.is_managed}
@@ -65,7 +67,9 @@ class UnmetNames:
         if strange and min(kept_bytes, sum(each.bytes for each in missing)) > least_bytes:
             largest = max(missing, key=lambda each: each.bytes).value
             kept = max(strange, key=lambda value: value.bytes).name
-            self._found[plan.name, plan.call] = _Unmet(plan.name, len(missing), largest, kept_bytes, kept)
+            self.is_other_step = True
+            if not self._is_said:
+                self._found[plan.name, plan.call] = _Unmet(plan.name, len(missing), largest, kept_bytes, kept)
 
     def say(self, plan: Plan) -> None:
         """Warn once about names of the plan that the model's calls did not make. Called after each forward of the model."""

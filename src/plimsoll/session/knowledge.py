@@ -48,6 +48,8 @@ class LowestSteps:
 
     tries: int = 0
     """How many such steps have begun."""
+    recorded_calls: int = 0
+    """How many calls of regions (managed modules) had been recorded when the latest such step began."""
     is_over: bool = False
     """Whether these steps exceed the budget. They run all the same, because the error about the budget then names what they
     were measured to need.

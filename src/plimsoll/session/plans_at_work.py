@@ -42,6 +42,15 @@ class PlansAtWork:
         """
         return (*self._earlier_faults, *(() if self._handle is None else self._handle.faults))
 
+    @property
+    def recorded_calls(self) -> int:
+        """The number of region calls (calls of managed modules) that the current plan's handle has recorded so far."""
+        return 0 if self._handle is None else self._handle.recorded_calls
+
+    def take_other_step(self) -> bool:
+        """Return whether calls have made values that the current plan does not name, since this method was last called."""
+        return self._handle is not None and self._handle.take_other_step()
+
     def outcomes(self) -> tuple[RegionOutcome, ...]:
         """Return how the calls of each region (managed module) were handled under the current plan: with recomputation, by
         keeping everything, or without hooks. The result is empty before the first plan.

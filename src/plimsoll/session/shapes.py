@@ -330,20 +330,27 @@ class ShapePlans:
             # Bytes that are withheld now (another program's, or those that were missing when a step ran out of memory) were
             # logged when they were withheld, and the budget is not too small because of them.
             spare_bytes = self._room_bytes(known) + self._room.account.withheld - found[1].before_optimizer_bytes
+            # The bytes that other steps took beyond their predictions are assumed to grow with the batch. Only a step of this
+            # batch can show whether they do.
+            outside_bytes = round(self._room.account.outside_model * self._growth(known))
             if spare_bytes < 0:
-                self._report_floor(shapes, error)
+                self._report_floor(shapes, error, is_sure=spare_bytes + outside_bytes < 0)
             self.is_below_floor = True
         self._current = (known, found[1])
         return self._written(shapes, known, *found, signature)
 
-    def _report_floor(self, shapes: Shapes, error: BudgetBelowFloor) -> None:
+    def _report_floor(self, shapes: Shapes, error: BudgetBelowFloor, *, is_sure: bool) -> None:
         """Report that no plan fits a batch of these shapes: with an error, with a warning, or by measuring its step first.
+
+        ``is_sure`` says that the prediction alone exceeds the budget, under every plan. A MAML loop had a batch without inner
+        steps refused in mid-run, because the steps before had taken twice the model's memory for their inner steps.
 
         A forecast that may be too high is never an error. The loop may hold a record that has just begun to grow. Several
         forwards are all counted as the largest. And a forecast may have failed before: a Faster R-CNN exceeded its forecast
         once, the excess made the next new shape too large, and its refusal ended a training that had changed weights.
         """
-        may_be_too_high = self._has_exceeded or self._in_flight > 1 or self._room.account.held_by_loop > 0
+        has_failed = self._has_exceeded or self._in_flight > 1 or self._room.account.held_by_loop > 0
+        may_be_too_high = has_failed or not is_sure
         is_new = shapes not in self._known
         if is_new and not may_be_too_high and self._may_refuse:
             raise error

@@ -130,7 +130,7 @@ def _like(node: fx.Node, device: torch.device) -> Any:
         made = torch.empty_strided(shape, stride, dtype=value.dtype, device=device)
         # Fill the whole storage: an expanded tensor, such as the gradient of a sum, cannot be written through its own shape.
         whole = made.as_strided((made.untyped_storage().nbytes() // made.element_size(),), (1,))
-        # torch has no random numbers for dtypes of one byte
+        # torch cannot draw random numbers in dtypes of one byte
         whole.normal_() if made.is_floating_point() and made.element_size() > 1 else whole.zero_()
         return made
     return hinted(value)

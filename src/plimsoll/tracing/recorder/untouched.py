@@ -30,7 +30,7 @@ from plimsoll.tracing.recorder.foreign_leaves import gradients_aside
 from plimsoll.tracing.recorder.kept_classes import KeptClasses
 from plimsoll.tracing.recorder.kept_modules import KeptForwards, KeptModules, held_by
 from plimsoll.tracing.recorder.storages import Geometry, is_plain, same_contents
-from plimsoll.tracing.torch_internals import parametrized_tensors, preserving_versions
+from plimsoll.tracing.torch_internals import parametrized_tensors, preserving_versions, without_torch_function
 from plimsoll.tracing.zero import KeptGathering, is_gathered_by_zero
 
 _OF_8_BITS = "bitsandbytes.autograd._functions"
@@ -428,7 +428,7 @@ def private_copy(batch: Any) -> Any:
         fresh.set_(storages[source._cdata], tensor.storage_offset(), tensor.shape, tensor.stride())
         kind = type(tensor)
         if kind not in (torch.Tensor, nn.Parameter):
-            with torch._C.DisableTorchFunctionSubclass():
+            with without_torch_function():
                 fresh = fresh.as_subclass(kind)
         if attributes := vars(tensor):
             vars(fresh).update(private_copy(attributes))
