@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -327,3 +328,24 @@ def test_a_traced_step_holds_less_than_the_step_itself(dtype: torch.dtype, monke
     model.zero_grad()
     trace(model, batch, loss=lambda output: output.abs().square().mean(), repeats=0)
     assert max(measured[1:]) < 0.5 * measured[0]
+
+
+def test_copies_of_written_weights_are_freed_without_garbage_collection():
+    class Averaging(nn.Sequential):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                self[0].weight.mul_(0.9)
+            return super().forward(x)
+
+    def alive() -> int:
+        return sum(isinstance(each, torch.Tensor) and each.shape == (37, 41) for each in gc.get_objects())
+
+    model = Averaging(nn.Linear(41, 37), nn.Tanh())
+    gc.collect()
+    gc.disable()
+    try:
+        before = alive()
+        trace(model, torch.randn(4, 41), loss=torch.sum, repeats=0)
+        assert alive() == before
+    finally:
+        gc.enable()

@@ -90,6 +90,7 @@ class StepTracer(OpRecorder):
         self._refilled = refilled
         self._guarded: dict[int, torch.Tensor] = {}
         self._before_writes: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._written_storages: set[int] = set()
         self._alive: dict[int, int] = {}
         """A mapping from address to id, for the storages that may be freed."""
         self._first: dict[int, int] = {}
@@ -129,7 +130,7 @@ class StepTracer(OpRecorder):
     @property
     def written(self) -> frozenset[int]:
         """The ids of the storages of guarded parameters (see `guard`) that the step has written."""
-        return frozenset(self._before_writes)
+        return frozenset(self._written_storages)
 
     def is_changed(self, storage: int) -> bool:
         """Return True if the step has written to a storage since the storage was registered."""
@@ -141,14 +142,17 @@ class StepTracer(OpRecorder):
             for parameter, copy in self._before_writes.values():
                 # Through `.data`: a graph that waits for its backward must not take this for a write.
                 parameter.data.copy_(copy)
+        # The tracer is part of reference cycles, so these copies would be freed only when Python collects garbage.
+        self._before_writes.clear()
 
     def _note_writes(self, args: tuple[Any, ...], kwargs: dict[str, Any], signature: Signature) -> None:
         """Copy each guarded parameter (see `guard`) before the op writes to it for the first time."""
         written = [args[at] for at in signature.written_positions if at < len(args)]
         for tensor in flat_tensors([written, [kwargs.get(name) for name in signature.written_names]]):
             storage = self.table.find(tensor) if is_plain(tensor) else -1
-            if storage in self._guarded and storage not in self._before_writes:
+            if storage in self._guarded and storage not in self._written_storages:
                 parameter = self._guarded[storage].detach()
+                self._written_storages.add(storage)
                 self._before_writes[storage] = (parameter, parameter.clone())
 
     def add_stand_in(self, tensor: torch.Tensor) -> None:
