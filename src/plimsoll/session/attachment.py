@@ -80,7 +80,7 @@ from plimsoll.session.tiling import with_best_tiles
 from plimsoll.tracing.compiled.units import Unit
 from plimsoll.tracing.ddp import inner_module, is_without_reduction
 from plimsoll.tracing.fsdp2 import every_gradient, every_parameter
-from plimsoll.tracing.meters.memory import free_bytes, storage_bytes
+from plimsoll.tracing.meters.memory import free_bytes, prepare_for_threads, storage_bytes
 from plimsoll.tracing.recorder.calling import call_tensors, output_tensors
 from plimsoll.tracing.recorder.kept_globals import globals_kept
 from plimsoll.tracing.refusals import BackwardFailed
@@ -214,6 +214,8 @@ class Attachment(ShowsFigures, RemovedAtEnd):
         self._work = PlansAtWork(agreement, model, verify_every)
         self._retry = Retry(model, self)
         self._steps = StepWatch(self._source.watched, self._before_call, self._step_ended, self._before_parts)
+        if self._steps.device.type == "cpu":
+            prepare_for_threads()  # the loop may run in another thread
         with contextlib.suppress(InvalidRegions):  # the first training call raises it
             self._watch_parts()
         self._work.on_larger_calls = self._steps.larger_call
@@ -861,6 +863,8 @@ class Attachment(ShowsFigures, RemovedAtEnd):
         try:
             plan = self._confirmed(traced, task)
         except BudgetBelowFloor as error:
+            if measured is None and tried.is_over:
+                raise  # only the trace tells what such a step needs
             if floor_bytes > planner.budget_bytes:
                 if tried.is_over and most_bytes > _SURE * floor_bytes and tried.tries < _MOST_OVER:
                     return  # measure the next step: it begins with the bytes that this one left behind

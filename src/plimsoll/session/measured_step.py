@@ -6,6 +6,7 @@ only one can run at a time. A user's own profiler always has precedence, and a s
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,6 +64,7 @@ class MeasuredStep:
         that model, which does not belong to this step.
         """
         self._meter: PeakMeter | None = None
+        self._thread = threading.get_ident()
         self.is_blocked = self._device.type == "cpu" and is_meter_running()
         """True if another measurement ran when this one should have begun: another managed model is measured."""
         # On a CPU the meter is torch's profiler, and only one can run. The user's profiler has precedence.
@@ -74,6 +76,8 @@ class MeasuredStep:
     def note(self, part: str) -> None:
         """Attribute all memory from now on to ``part`` of the step (such as ``LOSS``), until the next call of this method."""
         if self._meter is not None:
+            # A meter sees the allocations of one thread.
+            self.has_failed |= threading.get_ident() != self._thread
             self._meter.mark(part)
 
     def end(self) -> bool:
@@ -227,7 +231,7 @@ def taken_beside(
     """
     if measured is not None:
         return taken_bytes(measured, watch, plan, recording_bytes), unseen_bytes(measured, watch, plan)
-    why = "failed or ran under a profiler"
+    why = "failed, ran under a profiler, or ran backward in another thread"
     if was_blocked:
         why = "ran while another managed model was measured (on a CPU only one can be)"
     warn(f"the first steps {why}, so they were not measured; the plan relies on its trace alone")

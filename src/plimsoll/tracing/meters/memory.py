@@ -25,6 +25,7 @@ import gc
 import operator
 import os
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -217,9 +218,34 @@ def release_free_memory() -> None:
 def _end_profiler() -> None:
     """Function that runs when the process ends: end the profiler if one is running, because the process would crash otherwise.
 
-    A user's error may end the process while a meter measures.
+    A user's error may end the process while a meter measures. A profiler of another thread, such as one that trained, cannot be
+    ended from here. Another one takes its place, and is ended.
     """
-    if is_profiler_on():
+    if not is_profiler_on():
+        _enable(profile(use_kineto=True, profile_memory=True))
+    _disable_profiler()
+
+
+def _enable(session: profile) -> None:
+    """Begin to log memory events in this thread."""
+    before = os.environ.get(_KINETO_LOG_LEVEL)
+    os.environ.setdefault(_KINETO_LOG_LEVEL, _KINETO_SILENT)  # read once, when the first profiler starts
+    try:
+        _prepare_profiler(session.config(create_trace_id=True), session.kineto_activities)
+        _enable_profiler(session.config(), session.kineto_activities, {_MEMORY_ALONE})
+    finally:
+        if before is None:
+            del os.environ[_KINETO_LOG_LEVEL]
+
+
+@functools.cache
+def prepare_for_threads() -> None:
+    """Start the profiler of the CPU's meter once in the main thread, so that it may start in other threads later.
+
+    Where it starts first in another thread, kineto prints "External init callback must run in same thread".
+    """
+    if threading.current_thread() is threading.main_thread() and not (is_profiled() or is_profiler_on()):
+        _enable(profile(use_kineto=True, profile_memory=True))
         _disable_profiler()
 
 
@@ -274,6 +300,7 @@ class _CpuMeter:
         del held
         self._restore_log_level = _silence_allocator(self)
         self._run_profiler()
+        self._thread = threading.get_ident()
         atexit.register(_end_profiler)
         torch.empty(1)  # the first event of the log identifies this thread
         self._marks.append((time.time_ns(), "start"))
@@ -287,22 +314,16 @@ class _CpuMeter:
         _CpuMeter._starts += 1
         _CpuMeter.running = weakref.ref(self)
         self._start = _CpuMeter._starts
-        session = profile(use_kineto=True, profile_memory=True)
-        self._activities = session.kineto_activities
-        before = os.environ.get(_KINETO_LOG_LEVEL)
-        os.environ.setdefault(_KINETO_LOG_LEVEL, _KINETO_SILENT)  # read once, when the first profiler starts
-        try:
-            _prepare_profiler(session.config(create_trace_id=True), self._activities)
-            _enable_profiler(session.config(), self._activities, {_MEMORY_ALONE})
-        finally:
-            if before is None:
-                del os.environ[_KINETO_LOG_LEVEL]
+        if is_profiler_on() and not is_profiled():
+            _disable_profiler()  # of a meter that another thread has stopped
+        _enable(profile(use_kineto=True, profile_memory=True))
 
     def mark(self, name: str) -> None:
         self._marks.append((time.time_ns(), name))
 
     def stop(self) -> tuple[Window, ...]:
-        atexit.unregister(_end_profiler)
+        if threading.get_ident() == self._thread:
+            atexit.unregister(_end_profiler)
         events = _disable_profiler().experimental_event_tree() if self.is_measuring else []
         self._restore_log_level()
         _CpuMeter.running = None
