@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import re
 import warnings
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from metering import LiveStorages
 from plimsoll.errors import BudgetBelowFloor
 from plimsoll.session.risen_rest import RisenRest
 from plimsoll.session.step_watch import StepWatch
+from plimsoll.session.training_step import TrainingStep
 from plimsoll.tracing.meters.memory import RisingPeak
 from plimsoll.tracing.torch_internals import is_profiler_on
 from plimsoll.units import KIB, MIB
@@ -856,7 +858,10 @@ def test_the_lowest_plan_of_a_changed_step_runs_if_none_fits() -> None:
     with pytest.raises(BudgetBelowFloor) as refused:
         training.run(plain, "16KiB")
     (budget,) = re.findall(r'budget="([^"]+)"', refused.value.next)
+    del refused
     found = training.run(switched_on, budget, steps=9)
+    # The error about the floor was caught, and must not keep the tensors of a trial.
+    assert [each for each in gc.get_objects() if isinstance(each, TrainingStep)] == []
     assert any("below the smallest reachable peak" in each for each in training.said)
     # The first changed step keeps what the plan does not know, the second is planned.
     assert max(training.peaks[6:]) < 0.6 * unmanaged

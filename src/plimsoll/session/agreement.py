@@ -101,7 +101,7 @@ class Agreement:
     ) -> None:
         if self._conversation is None:
             return
-        known = self._below_floor
+        known, self._below_floor = self._below_floor, None  # its traceback holds the tensors of a trial
         if error is None or known is None or not _is_due_to(error, known):
             self._conversation.__exit__(kind, error, trace)
         elif self._solver != self._conversation.world.rank:
@@ -242,7 +242,8 @@ class Agreement:
         """Return the error that all ranks raise now, because ``rank`` found that no plan fits. If the caller does not catch it,
         the ranks other than ``rank`` raise ``RankFailed``.
         """
-        self._below_floor, self._solver = error, rank
+        if self._conversation is not None:
+            self._below_floor, self._solver = error, rank
         return error
 
     def same_plan(self, plan: Plan) -> None:

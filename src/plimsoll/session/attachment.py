@@ -645,8 +645,10 @@ class Attachment(ShowsFigures, RemovedAtEnd):
             try:
                 lowest = self._lowest_to_measure(planner, task, error_scale)
             except BudgetBelowFloor:
-                if self.state is State.RUNNING and self._has_ladder:
-                    self._follow_lowest(traced)
+                if self.state is State.RUNNING:
+                    self._log_trial(planner, task, "the plan with the lowest peak")
+                    if self._has_ladder:
+                        self._follow_lowest(traced)
                 raise
             if not self._known.lowest.is_over:
                 self._log_trial(planner, task, "the plan with the lowest peak")
