@@ -432,3 +432,19 @@ def test_the_one_refusal_counts_what_a_loop_carries_in_a_list():
     peaks = _sharpness_aware(named_bytes)
 
     assert max(peaks) <= named_bytes
+
+
+@pytest.mark.parametrize("budget", ["1GiB", "2MiB"])
+def test_an_optimizer_that_the_loop_replaces_is_freed(budget: str):
+    model = Stack(3, 32)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with plimsoll.attach(model, budget, optimizer=optimizer) as attachment:
+        for number in range(8):
+            if number == 5:
+                first, optimizer = weakref.ref(optimizer), torch.optim.AdamW(model.parameters())
+                gc.collect()
+                assert first() is None
+            mean_square(model(torch.randn(512, 32))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert attachment.plan is not None

@@ -22,6 +22,7 @@ import contextlib
 import dataclasses
 import functools
 import traceback
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
@@ -187,7 +188,9 @@ class Attachment(ShowsFigures, RemovedAtEnd):
         self.repeats_collectives = COLLECTIVES in options.allow
         if agreement.size > 1:
             options.refuse_tiles("A step of several ranks")
-        self._budget, self._asked, self._optimizer = budget, options, optimizer
+        self._budget, self._asked = budget, options
+        # The loop may replace its optimizer, whose state must not stay alive here.
+        self._passed = None if optimizer is None else weakref.ref(optimizer)
         self._has_ladder = can_follow_shapes(options, agreement.size)
         self._source = CompiledStep(model, units) if units else EagerStep(model, options)
         self._failed_traces = 0
@@ -487,6 +490,11 @@ class Attachment(ShowsFigures, RemovedAtEnd):
             self._unseen_steps += 1
             if self._unseen_steps == 2:
                 warn_of_unseen(self.model, self._steps.parts.seen)
+
+    @property
+    def _optimizer(self) -> torch.optim.Optimizer | None:
+        """The optimizer that the user has passed, while it exists."""
+        return None if self._passed is None else self._passed()
 
     # Reactions: any state
 
@@ -933,7 +941,7 @@ class Attachment(ShowsFigures, RemovedAtEnd):
             company = self._known.traces.among(traced.planner.trace)
             self._known.shaped = ShapePlans(
                 self._known.options,
-                self._optimizer,
+                lambda: self._optimizer,
                 self._tracing,
                 company,
                 self._known.room,

@@ -111,7 +111,7 @@ class ShapePlans:
     def __init__(
         self,
         options: PlanOptions,
-        optimizer: torch.optim.Optimizer | None,
+        passed_optimizer: Callable[[], torch.optim.Optimizer | None],
         tracing: Callable[[], contextlib.AbstractContextManager[None]],
         agreement: Agreement,
         room: PlanRoom,
@@ -125,7 +125,7 @@ class ShapePlans:
 
         Args:
             options: what plans may do.
-            optimizer: the user's optimizer, if known.
+            passed_optimizer: returns the optimizer that the user has passed, while it exists.
             tracing: a context that is entered around every trace.
             agreement: the ranks that trace together.
             room: the bytes that plans may take. Both the owner of this object and this class change its account (bytes that
@@ -140,7 +140,7 @@ class ShapePlans:
         self._agreement = agreement
         self._tracing = tracing
         self._accumulates = accumulates
-        self._optimizer = optimizer
+        self._passed_optimizer = passed_optimizer
         self._steps: dict[_Kind, _Steps] = {}
         self._planner: StepPlanner | None = None
         """The planner of the step that was traced first."""
@@ -259,7 +259,7 @@ class ShapePlans:
         """Trace a step in the same state as the first step. Its ops are timed only if their seconds cannot be derived from a
         similar timed step.
         """
-        task = dataclasses.replace(task, optimizer=optimizer_in_view(task.model, self._optimizer))
+        task = dataclasses.replace(task, optimizer=optimizer_in_view(task.model, self._passed_optimizer()))
         is_known, known = self.knows(shapes), self._steps.get(_split(shapes)[0], _Steps())
         planner = self._planner
         assert planner is not None, "the first step was planned"
@@ -282,7 +282,7 @@ class ShapePlans:
         """
         gradients = gradients_as_if(task.model, are_there=self._accumulates)
         with self._tracing(), self._agreement.stepping(), gradients:
-            yield task.optimizer is not self._optimizer
+            yield task.optimizer is not self._passed_optimizer()
 
     def _learn(self, shapes: Shapes, trace: Trace, costs: Costs | None = None) -> None:
         kind, sizes = _split(shapes)
