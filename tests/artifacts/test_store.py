@@ -54,7 +54,7 @@ def test_the_file_says_what_it_is(tmp_path: Path):
     make_plan().save(tmp_path / "plan.json")
     fields = json.loads((tmp_path / "plan.json").read_text())
     assert next(iter(fields.items())) == ("plimsoll", "plan")
-    assert fields["schema_version"] == 5
+    assert fields["schema_version"] == 6
 
 
 def test_a_plan_of_the_first_schema_is_read_without_what_came_later():
@@ -119,7 +119,7 @@ REFUSED: list[tuple[bytes | str | dict[str, object], str]] = [
     ("", "not complete JSON"),
     (b'\xff\xfe\x00"plimsoll', "not complete JSON"),
     (FIELDS | {"schema_version": 7}, "schema 7"),
-    (FIELDS | {"schema_version": 7}, "schema 5"),
+    (FIELDS | {"schema_version": 7}, "schema 6"),
     (WITHOUT_SCHEMA, "schema"),
     *((text, "not a file of Plimsoll") for text in ("{}", "[1, 2]", "3", '{"model_type": "llama"}')),
     *((f'{{"plimsoll": {kind}, "schema_version": 1}}', "does not know") for kind in ('"diagnosis"', "3", "[]", "null")),

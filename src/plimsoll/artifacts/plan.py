@@ -15,6 +15,7 @@ from typing import ClassVar
 
 import msgspec
 
+from plimsoll.artifacts.backward_steps import BackwardSteps
 from plimsoll.artifacts.base import ArtifactBase
 from plimsoll.artifacts.costs import CostSource
 from plimsoll.artifacts.decision import Decision, Status
@@ -276,11 +277,11 @@ class Plan(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
     """
 
     KIND: ClassVar[str] = "plan"
-    SCHEMA_VERSION: ClassVar[int] = 5
+    SCHEMA_VERSION: ClassVar[int] = 6
     """Schema 2 added the price of regions (modules that the plan decides about) and the seconds of timeline points. Schema 3
     added the bytes of the step without a plan to timeline points. In older files these fields are ``None``. Schema 4 added the
-    change to points of the frontier, and tiles; in older files both are empty. Schema 5 added the state that is offloaded; in
-    older files there is none.
+    change to points of the frontier, and tiles; in older files both are empty. Schema 5 added the state that is offloaded, and
+    schema 6 the parameters that are stepped in backward; in older files there are none.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -313,7 +314,7 @@ class Plan(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
     solve_seconds: float = 0.0
     allow: tuple[str, ...] = ("recompute",)
     """What the plan was allowed to do apart from keeping: ``recompute``, ``tile``, ``compress``, ``offload``,
-    ``offload-state``, and ``collectives`` (recomputation may run collectives again)."""
+    ``offload-state``, ``step-in-backward``, and ``collectives`` (recomputation may run collectives again)."""
     max_error: float | None = 0.0
     """The allowed relative error of the gradient, ‖Δg‖ / ‖g‖. ``None`` if a named strategy was followed, because its error is
     not limited."""
@@ -350,6 +351,10 @@ class Plan(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
     """Which optimizer state is on a link (to host memory or disk) between steps; ``None`` if all of it stays on the device. The
     bounds and gaps of the plan hold for steps with this decision.
     """
+    backward_steps: BackwardSteps | None = None
+    """Which parameters the optimizer steps while backward runs; ``None`` if it steps all of them at the end. The bounds and
+    gaps of the plan hold for steps with this decision.
+    """
     framework: str = "torch"
     """The framework that the plan was made for; a plan for one framework cannot be applied to functions of another."""
 
@@ -360,7 +365,13 @@ class Plan(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
     def effect(self) -> tuple[object, ...]:
         """A key for comparing plans. Two plans with equal keys do the same, and differ only in predictions and reasons."""
         state = () if self.state is None else self.state.chunks
-        return (*((tile.path, tile.count) for tile in self.tiles), *state, *((r.name, *r.effect) for r in self.regions))
+        steps = () if self.backward_steps is None else (self.backward_steps.parameters,)
+        return (
+            *((tile.path, tile.count) for tile in self.tiles),
+            *state,
+            *steps,
+            *((r.name, *r.effect) for r in self.regions),
+        )
 
     @property
     def limits(self) -> tuple[str, ...]:
@@ -428,6 +439,11 @@ class Plan(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
         why = "" if self.status.is_usable else f"its status is {self.status.value}"
         if self.state is not None:
             why = f"the plan offloads the state of {self.state.optimizer}, and a policy decides about activations alone"
+        if self.backward_steps is not None:
+            why = (
+                f"the plan steps parameters of {self.backward_steps.optimizer} in backward, and a policy decides about "
+            )
+            why += "activations alone"
         if self.compiled:
             why = "the plan is for parts that torch.compile compiles, where torch's partitioner decides what to save"
         for region in self.regions:

@@ -114,6 +114,12 @@ class TraceParameter(msgspec.Struct, frozen=True, kw_only=True):
     is_written: bool = False
     """Whether forward or backward writes to the parameter in place, for example to update a moving average."""
     aliases: tuple[str, ...] = ()
+    gradient: int = -1
+    """The id of the storage that holds the gradient when backward ends; ``-1`` without a gradient."""
+    whole_at: int = -1
+    """The tick (position of an op) before which backward completes the gradient. ``-1`` if backward does not, or adds to the
+    gradient several times.
+    """
 
 
 class RegionCall(msgspec.Struct, frozen=True, kw_only=True):

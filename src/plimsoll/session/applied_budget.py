@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -33,6 +34,10 @@ class BudgetWatch:
         self._metered = MeteredSituations([planned_situation(plan.signature, plan.in_flight)])
         self._metered.expect()
         self._held_bytes = 0
+        self.is_due: Callable[[], bool] = lambda: True
+        """Whether the next step runs as planned, so that its peak says something. A plan that steps parameters in backward
+        first watches a step that does not.
+        """
         self._handle = handle
         self._steps = StepWatch(
             model, self._before_call, self._after_step, self._before_parts, hook=CompileSafeHook, shapes=shapes_of
@@ -52,6 +57,8 @@ class BudgetWatch:
         self._steps.remove()
 
     def _before_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], situation: Situation) -> None:
+        if not self.is_due():
+            return
         held = self._steps.held
         held_bytes = held.bytes + held.batch_bytes + max(self._state_bytes, held.state_bytes)
         if is_more(held_bytes, self._held_bytes):

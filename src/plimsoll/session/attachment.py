@@ -40,6 +40,7 @@ from plimsoll.engine.capturing import WARM_UP, is_capturing, refuse_capture
 from plimsoll.errors import BudgetBelowFloor, InvalidBatch, InvalidRegions, PlanMismatch, PlimsollError
 from plimsoll.session.account import MemoryAccount, PlanRoom, planned_state_bytes, predicted_before_optimizer
 from plimsoll.session.agreement import Agreement
+from plimsoll.session.backward_steps import LoopWatch, all_steps, check_steps_in_backward, with_backward_steps
 from plimsoll.session.batch_shapes import covers
 from plimsoll.session.compiled_step import CompiledStep
 from plimsoll.session.eager_step import EagerStep
@@ -49,6 +50,7 @@ from plimsoll.session.measured_step import taken_beside
 from plimsoll.session.messages import (
     PlanningNotice,
     announce,
+    announce_no_backward_steps,
     log_fewer_forwards,
     log_planning_overrun,
     log_recurrence,
@@ -64,13 +66,13 @@ from plimsoll.session.messages import (
     warn_of_waiting,
 )
 from plimsoll.session.optimizer_watch import OptimizerWatch, optimized_parameters, optimizer_in_view
-from plimsoll.session.options import Budget, PlanOptions
+from plimsoll.session.options import STEP_IN_BACKWARD, Budget, PlanOptions
 from plimsoll.session.plans_at_work import PlansAtWork
 from plimsoll.session.pressure import Pressure
 from plimsoll.session.retry import Retry, floor_of
 from plimsoll.session.shapes import ShapePlans, can_follow_shapes
 from plimsoll.session.situations import MeteredSituations, Situation, planned_situation
-from plimsoll.session.state_offload import StateAtWork, most_offloaded, with_offloaded_state
+from plimsoll.session.state_offload import StateAtWork, checked_optimizer, most_offloaded, with_offloaded_state
 from plimsoll.session.states import TABLE, State, TrainingEvent
 from plimsoll.session.step_context import ContextWatch
 from plimsoll.session.step_levels import is_more
@@ -210,6 +212,10 @@ class Attachment(ShowsFigures, RemovedAtEnd):
         """Plans and measurements for each set of frozen parameters (by name). The current set is the last entry."""
         self._state_at_work: StateAtWork | None = None
         """The object that keeps optimizer state offloaded, or None if the current plan does not offload optimizer state."""
+        self._loop_watch: LoopWatch | None = None
+        """The object that watches whether the loop lets parameters be stepped in backward, and then steps them; None if the
+        options do not allow that, or if the loop does not.
+        """
         self._state_at_begin = 0
         """The bytes of optimizer state when the running step began."""
         self._has_waited = False
@@ -331,6 +337,7 @@ class Attachment(ShowsFigures, RemovedAtEnd):
         for each in (self._steps, self._watch, self._work, self._source, self._context):
             each.remove()
         self._release_state()
+        self._forget_loop()
         if self.state is State.MEASURING:
             self._known.state = State.UNTRACED
 
@@ -639,6 +646,8 @@ class Attachment(ShowsFigures, RemovedAtEnd):
             if self._known.options.may_offload_state and self._known.traced is None:
                 planner = with_offloaded_state(planner, task)
                 self._known.options = planner.options  # later steps offload the same state
+            if self._known.options.may_step_in_backward and self._known.traced is None:
+                self._watch_loop(checked_optimizer(task, STEP_IN_BACKWARD))
             traced = PlannedStep(
                 planner,
                 call.situation.shapes,
@@ -757,12 +766,14 @@ class Attachment(ShowsFigures, RemovedAtEnd):
             self._stay(situation)
         is_due = self._known.lowest.tries == _MOST_TRIES and self._steps.is_between_steps
         if all(each.is_measured for each in everyone) or is_due:
+            if self._step_in_backward(call, must=False):
+                return
             has_trial = not can_follow or all(each.is_same for each in everyone)
             joins = situation.accumulates and not traced.accumulates
             try:
                 self._settle(traced, self._task(call) if has_trial else None, in_flight)
             except BudgetBelowFloor:
-                if self._offload_more(call):
+                if self._offload_more(call) or self._step_in_backward(call, must=True):
                     return
                 if not joins:
                     raise  # if it joins, a plan for existing gradients may still fit
@@ -790,6 +801,46 @@ class Attachment(ShowsFigures, RemovedAtEnd):
             return False
         self._known.options = dataclasses.replace(self._known.options, state=most)
         self._begin(call)
+        return True
+
+    def _watch_loop(self, optimizer: torch.optim.Optimizer) -> None:
+        """Begin to watch whether the loop lets parameters be stepped in backward."""
+        check_steps_in_backward(self.model, optimizer)
+        self._forget_loop()
+        self._loop_watch = LoopWatch(self.model, optimizer)
+
+    def _forget_loop(self) -> None:
+        """Stop watching the loop, and stop stepping parameters in backward."""
+        found, self._loop_watch = self._loop_watch, None
+        if found is not None:
+            found.remove()
+
+    def _step_in_backward(self, call: TrainingCall, *, must: bool) -> bool:
+        """Called after a whole step of the loop was watched. If the loop does not need all gradients at once, and a plan that
+        steps parameters in backward is faster, begin anew with such plans, and return True.
+
+        With ``must``, no plan fits that steps them at the end, so the speed does not matter.
+        """
+        watch = self._loop_watch
+        planner = self._planned_step.planner
+        if watch is None or watch.steps is not None or not watch.has_watched:
+            return False
+        if planner.fits_unmanaged() and not must:
+            return False
+        if watch.reason:
+            announce_no_backward_steps(watch.reason)
+            self._forget_loop()
+            return False
+        task = dataclasses.replace(self._task(call), optimizer=optimizer_in_view(self.model, self._optimizer))
+        steps = all_steps(planner, task) if must else with_backward_steps(planner, task).options.backward_steps
+        if steps is None:
+            return False
+        assert task.optimizer is not None, "the steps were chosen for it"
+        self._known.options = dataclasses.replace(self._known.options, backward_steps=steps)
+        watch.start(
+            task.optimizer, steps
+        )  # before the trace, which must not find gradients that later steps do not have
+        self._begin(call._replace(situation=call.situation._replace(accumulates=False)))
         return True
 
     def _measure(self, call: TrainingCall) -> None:
@@ -1351,6 +1402,7 @@ class Attachment(ShowsFigures, RemovedAtEnd):
         with self._source.away():
             is_other = self._work.run(plan)
         self._keep_state(plan)
+        self._keep_steps(plan)
         if is_other and plan.effect not in self._known.seen:
             self._known.seen.add(plan.effect)
             self._known.metered.expect()
@@ -1366,6 +1418,17 @@ class Attachment(ShowsFigures, RemovedAtEnd):
         if wanted is not None:
             optimizer = optimizer_in_view(self.model, self._optimizer)
             self._state_at_work = StateAtWork(self.model, optimizer, wanted, plan.host_budget_bytes)
+
+    def _keep_steps(self, plan: Plan) -> None:
+        """Step the parameters in backward that the plan says to step there."""
+        watch, wanted = self._loop_watch, plan.backward_steps
+        if watch is None or watch.steps == wanted:
+            return
+        optimizer = optimizer_in_view(self.model, self._optimizer)
+        if wanted is not None and optimizer is not None:
+            watch.start(optimizer, wanted)
+        elif wanted is None:
+            self._forget_loop()
 
     def _release_state(self) -> None:
         """Bring offloaded optimizer state back to the device."""

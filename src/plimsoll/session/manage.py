@@ -79,14 +79,21 @@ def check_plan(plan: object) -> None:
         )
 
 
-def refuse_offloaded_state(plan: Plan, verb: str) -> None:
-    """Refuse a plan that offloads optimizer state, for a verb that does not run the optimizer as training does."""
+def refuse_optimizer_decisions(plan: Plan, verb: str) -> None:
+    """Refuse a plan that offloads optimizer state or steps parameters in backward, for a verb that does not run the optimizer
+    as training does.
+    """
     if plan.state is not None:
-        raise PlanNotUsable(
-            f"{verb} cannot run this plan: it offloads the state of {plan.state.optimizer}.",
-            why="only plimsoll.apply and plimsoll.attach run the optimizer's step in chunks",
-            next="plan without 'offload-state' in allow=, or check this plan with plimsoll.verify",
-        )
+        action, word = f"offloads the state of {plan.state.optimizer}", "offload-state"
+    elif plan.backward_steps is not None:
+        action, word = f"steps parameters of {plan.backward_steps.optimizer} in backward", "step-in-backward"
+    else:
+        return
+    raise PlanNotUsable(
+        f"{verb} cannot run this plan: it {action}.",
+        why="only plimsoll.apply and plimsoll.attach run the optimizer's step for some parameters at a time",
+        next=f"plan without {word!r} in allow=, or check this plan with plimsoll.verify",
+    )
 
 
 def refuse_other_model(model: nn.Module, plan: Plan) -> None:

@@ -102,6 +102,11 @@ def warn_of_waiting(waiting: int, planned: int, *, is_planned: bool) -> None:
     warn(f"{found}, and the plan was made for {planned}: this step may exceed the budget{then}")
 
 
+def announce_no_backward_steps(reason: str) -> None:
+    """Write one line that says why parameters are not stepped in backward, although it is allowed."""
+    announce(f"parameters are not stepped in backward: {reason}")
+
+
 def log_fewer_forwards(waiting: int, planned: int) -> None:
     """Log that the next steps are planned for fewer forwards before one backward, as the latest steps had them."""
     forwards = "1 forward" if waiting == 1 else f"{waiting} forwards"

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from plimsoll.artifacts.backward_steps import BackwardSteps
 from plimsoll.artifacts.costs import Costs
 from plimsoll.artifacts.decision import Decision
 from plimsoll.artifacts.offloaded_state import OffloadedState
@@ -32,11 +33,13 @@ if TYPE_CHECKING:
 
 OFFLOAD_STATE = "offload-state"
 """The word in ``allow`` that permits plans to keep optimizer state on a link (to host memory or disk) between steps."""
+STEP_IN_BACKWARD = "step-in-backward"
+"""The word in ``allow`` that permits plans to step each parameter as soon as backward has completed its gradient."""
 AUTO_MARGIN = 0.08
 """``budget="auto"`` leaves this share of the device's memory free for allocator fragmentation, libraries' workspaces and other
 programs.
 """
-_ALLOWED = ("recompute", "tile", "compress", "offload", OFFLOAD_STATE, COLLECTIVES)
+_ALLOWED = ("recompute", "tile", "compress", "offload", OFFLOAD_STATE, STEP_IN_BACKWARD, COLLECTIVES)
 _WORD_OF = {Decision.RECOMPUTE: "recompute", Decision.COMPRESS: "compress", Decision.OFFLOAD: "offload"}
 
 
@@ -115,6 +118,9 @@ class PlanOptions:
     """
     state: OffloadedState | None = None
     """The optimizer state that is offloaded in the steps that are planned. The planner chooses it, not the user."""
+
+    backward_steps: BackwardSteps | None = None
+    """The parameters that are stepped in backward in the steps that are planned. The planner chooses them, not the user."""
 
     @classmethod
     def read(
@@ -199,6 +205,16 @@ class PlanOptions:
                 why="collectives run again only when values that are computed from them are recomputed",
                 next="pass allow=('recompute', 'collectives')",
             )
+        others = [word for word in ("tile", OFFLOAD_STATE) if word in self.allow]
+        if self.may_step_in_backward and others:
+            raise InvalidStrategy(
+                f"allow= has {STEP_IN_BACKWARD!r} and {others[0]!r}.",
+                why="a tiled call adds to its gradients once for each tile"
+                if others[0] == "tile"
+                else "offloaded state is stepped in chunks after backward, when all gradients are there",
+                next=f"leave one of the two out of allow=, and compare the plans: {STEP_IN_BACKWARD!r} frees gradients, "
+                f"{others[0]!r} frees {'activations' if others[0] == 'tile' else 'optimizer state'}",
+            )
         for override in self.overrides:
             word = _WORD_OF.get(override.decision)
             if word is not None and word not in self.allow:
@@ -209,9 +225,17 @@ class PlanOptions:
                 )
 
     def refuse_tiles(self, what: str) -> None:
-        """Raise an error if tiles (parts of a few rows) or offloaded optimizer state are allowed where they are not supported.
-        ``what`` is the subject of its first sentence.
+        """Raise an error if tiles (parts of a few rows), offloaded optimizer state or steps in backward are allowed where they
+        are not supported. ``what`` is the subject of its first sentence.
         """
+        if self.may_step_in_backward:
+            raise InvalidStrategy(
+                f"{what} cannot step parameters in backward.",
+                why="only plan and attach decide about it, in one process, for models that torch.compile does not compile: "
+                "several ranks reduce a gradient after it is complete, and compiled code completes all at once",
+                next=f"leave {STEP_IN_BACKWARD!r} out of allow=, or pass the uncompiled model and its optimizer to "
+                "plimsoll.plan or plimsoll.attach",
+            )
         if self.may_offload_state:
             raise InvalidStrategy(
                 f"{what} cannot offload optimizer state.",
@@ -272,6 +296,10 @@ class PlanOptions:
         return OFFLOAD_STATE in self.allow
 
     @property
+    def may_step_in_backward(self) -> bool:
+        return STEP_IN_BACKWARD in self.allow
+
+    @property
     def may_repeat_collectives(self) -> bool:
         return COLLECTIVES in self.allow
 
@@ -312,6 +340,7 @@ class PlanOptions:
             allow=self.allow,
             tiles=self.tiles,
             state=self.state,
+            backward_steps=self.backward_steps,
             max_error=self.most_error(plan.strategy),
             host_budget_bytes=self.host_budget_bytes,
         )
@@ -334,8 +363,8 @@ def _words(allow: Collection[str] | str) -> frozenset[str]:
             why=f"{unknown[0]!r} is not one of {', '.join(_ALLOWED)}"
             if unknown
             else "it is empty; to keep everything, use strategy='none'",
-            next="pass some of allow=('recompute', 'tile', 'compress', 'offload', 'offload-state'), or also 'collectives' to "
-            "let recipes repeat them",
+            next="pass some of allow=('recompute', 'tile', 'compress', 'offload', 'offload-state', 'step-in-backward'), or "
+            "also 'collectives' to let recipes repeat them",
         )
     return words
 

@@ -19,6 +19,7 @@ from plimsoll.errors import BudgetBelowFloor, InvalidStrategy
 from plimsoll.session.agreement import agreement_for, described
 from plimsoll.session.applied_budget import BudgetWatch
 from plimsoll.session.attachment import refuse_attached
+from plimsoll.session.backward_steps import BackwardStepsAtWork, name_backward_steps, with_backward_steps
 from plimsoll.session.compiled import compiled_planner, plans_compiled
 from plimsoll.session.manage import check_plan, manage_together, refuse_other_model, warn_of_other_device
 from plimsoll.session.optimizer_watch import optimizer_in_view
@@ -80,7 +81,8 @@ def plan(
         device_profile: plan for a device that is not here, from the catalogue (``"H100-SXM"``).
         allow: what the plan may do other than keep: ``recompute``, ``compress`` (codecs), ``offload`` (to pinned host memory
             from a GPU, else to disk), ``tile`` (run row-wise parts such as MLPs a few rows at a time; gradients are then equal
-            up to rounding, not bit for bit), ``offload-state`` (keep optimizer state in host memory or on disk between steps).
+            up to rounding, not bit for bit), ``offload-state`` (keep optimizer state in host memory or on disk between steps),
+            ``step-in-backward`` (step each parameter as soon as its gradient is complete).
         max_error: the relative error ‖Δg‖ / ‖g‖ that lossy codecs may cause in the gradient (``0.01`` or ``"1%"``); 0 allows
             lossless codecs only. It is measured before the plan is returned.
         host_budget: bytes that offloaded values may take at the other end of the link.
@@ -148,6 +150,9 @@ def plan(
             if options.may_offload_state:
                 _refuse_named(strategy)
                 whole = planner = with_offloaded_state(whole, task)
+            if options.may_step_in_backward:
+                _refuse_named(strategy)
+                whole = planner = with_backward_steps(whole, task)
             if options.may_tile and is_auto:
                 report("trying tiles", 0.6)  # each set of tiles is a step to trace, which took minutes at 4,096 tokens
                 planner = with_best_tiles(whole, task, planner_with)
@@ -157,6 +162,7 @@ def plan(
             except BudgetBelowFloor as refusal:
                 if agreement.size == 1 and is_auto and not options.may_tile:
                     name_tiles(refusal, planner, task)
+                    name_backward_steps(refusal, planner, task)
                 more = with_more_tiles(planner, whole, task, planner_with)
                 if more is None:
                     raise
@@ -167,12 +173,12 @@ def plan(
 
 
 def _refuse_named(strategy: str) -> None:
-    """Refuse a named strategy that may offload optimizer state: such a strategy decides about activations alone."""
+    """Refuse a named strategy that may decide about the optimizer: such a strategy decides about activations alone."""
     if strategy != "auto":
         raise InvalidStrategy(
-            f"strategy={strategy!r} cannot offload optimizer state.",
-            why="a named strategy decides about activations alone, and 'offload-state' is decided for a budget",
-            next="use strategy='auto' with a budget, or leave 'offload-state' out of allow=",
+            f"strategy={strategy!r} cannot offload optimizer state or step parameters in backward.",
+            why="a named strategy decides about activations alone, and the optimizer's step is decided for a budget",
+            next="use strategy='auto' with a budget, or leave 'offload-state' and 'step-in-backward' out of allow=",
         )
 
 
@@ -196,7 +202,8 @@ def apply(
     Args:
         model: the model that the plan was made for.
         plan: a plan with a usable status.
-        optimizer: the optimizer that the plan was made with, if the plan offloads its state. By default, it is the only
+        optimizer: the optimizer that the plan was made with, if the plan offloads its state or steps
+            in backward. By default, it is the only
             optimizer in this process that trains the model.
         sentinel_every: in every n-th call of a region, rebuilt values are compared with samples from forward. Larger numbers
             cost less on models that are bound by launches.
@@ -237,15 +244,19 @@ def apply(
         try:
             handle.remove_with_me(ContextWatch(inner_module(model), plan.signature))
             budget_bytes = plan.budget_bytes_of_ranks.get(str(agreement.rank), plan.budget_bytes)
-            if budget_bytes is not None:
-                watch = BudgetWatch(model, handle, plan, budget_bytes)
+            watch = None if budget_bytes is None else BudgetWatch(model, handle, plan, budget_bytes)
+            if watch is not None:
                 handle.measure_with(lambda: watch.peak_bytes)
                 handle.remove_with_me(watch)
-            if (
-                plan.state is not None
-            ):  # after the watch: its hook has to run first, so that the watch finds the state offloaded
+            # After the watch: these hooks have to run first, so that the watch finds the state offloaded.
+            if plan.state is not None:
                 found = optimizer_in_view(model, optimizer)
                 handle.remove_with_me(StateAtWork(model, found, plan.state, plan.host_budget_bytes))
+            if plan.backward_steps is not None:
+                steps = BackwardStepsAtWork(model, optimizer_in_view(model, optimizer), plan.backward_steps)
+                handle.remove_with_me(steps)
+                if watch is not None:
+                    watch.is_due = lambda: steps.has_decided
             if can_retry(model, plan):
                 handle.retry_with(AppliedPlan(handle, model, plan, agreement).run)
         except BaseException:

@@ -313,6 +313,7 @@ class AppliedPlan:
             link=first.link,
             tiles=first.tiles,
             state=first.state,
+            backward_steps=first.backward_steps,
         )
         optimizer = optimizer_in_view(inner_module(self._model))
         task = dataclasses.replace(task_of_call(self._model, args, kwargs), optimizer=optimizer)

@@ -30,7 +30,7 @@ from plimsoll.engine.optimizer_state.offload import StateOffload
 from plimsoll.errors import InvalidOption, PlanMismatch
 from plimsoll.planning.costing.devices import find_device
 from plimsoll.planning.costing.host import host_link
-from plimsoll.session.options import PlanOptions
+from plimsoll.session.options import OFFLOAD_STATE, PlanOptions
 from plimsoll.session.step_planner import StepPlanner, fastest_planner
 from plimsoll.session.task import TrainingTask
 from plimsoll.tracing.ddp import inner_module
@@ -76,23 +76,23 @@ def most_offloaded(planner: StepPlanner, task: TrainingTask) -> OffloadedState |
     return choices[-1] if choices else None
 
 
-def checked_optimizer(task: TrainingTask) -> Optimizer:
-    """Return the optimizer of a task whose state may be offloaded.
+def checked_optimizer(task: TrainingTask, word: str = OFFLOAD_STATE) -> Optimizer:
+    """Return the optimizer of a task whose step a plan may divide. ``word`` is what the user has allowed.
 
     Raises:
         InvalidOption: there is none, or DeepSpeed moves its state itself.
     """
     if task.optimizer is None:
         raise InvalidOption(
-            "allow= has 'offload-state', but no optimizer is known.",
-            why="its state is what would be offloaded, and its step runs in chunks",
+            f"allow= has {word!r}, but no optimizer is known.",
+            why="a plan would run its step for some parameters at a time",
             next="pass optimizer=, or create the optimizer before the first training call of an attached model",
         )
     if optimizer_inside(inner_module(task.model)) is not None:
         raise InvalidOption(
-            "allow= has 'offload-state', but DeepSpeed steps this model.",
-            why="DeepSpeed's engine decides itself where optimizer state is",
-            next="use DeepSpeed's \"offload_optimizer\", or leave 'offload-state' out of allow=",
+            f"allow= has {word!r}, but DeepSpeed steps this model.",
+            why="DeepSpeed's engine decides itself where optimizer state is, and when parameters are stepped",
+            next=f'use DeepSpeed\'s "offload_optimizer", or leave {word!r} out of allow=',
         )
     return task.optimizer
 
@@ -105,7 +105,7 @@ def _choices(planner: StepPlanner, task: TrainingTask, optimizer: Optimizer) -> 
         name: sum(size for size in each if size >= LEAST_STATE_BYTES)
         for name, each in state_bytes(planner.trace).items()
     }
-    named = _named_parameters(optimizer, inner_module(task.model))
+    named = named_parameters(optimizer, inner_module(task.model))
     movable = {name: sizes[name] for name in named if sizes.get(name)}
     if not movable:
         return []
@@ -194,9 +194,11 @@ class StateAtWork:
         """
         self.state = state
         model = inner_module(model)
-        optimizer = _refuse_other(model, optimizer, state)
+        parameters = [name for chunk in state.chunks for name in chunk]
+        action = f"offloads the state of {state.optimizer}"
+        optimizer = refuse_other_optimizer(model, optimizer, state.optimizer, parameters, action)
         check_steps_by_parameter(optimizer)
-        named = _named_parameters(optimizer, model)
+        named = named_parameters(optimizer, model)
         chunks = [[named[name] for name in chunk] for chunk in state.chunks]
         device = chunks[0][0].device
         link = open_link(state.link or default_link_name(device), device, host_budget=host_budget_bytes, directory=None)
@@ -217,25 +219,32 @@ class StateAtWork:
         self.offload.remove()
 
 
-def _named_parameters(optimizer: Optimizer, model: nn.Module) -> dict[str, torch.Tensor]:
+def named_parameters(optimizer: Optimizer, model: nn.Module) -> dict[str, torch.Tensor]:
     """Return the parameters that an optimizer holds, by name, in the order of its groups."""
     names = parameter_names(optimizer, model)
     held = (each for group in optimizer.param_groups for each in group["params"])
     return {names[id(each)]: each for each in held if id(each) in names}
 
 
-def _refuse_other(model: nn.Module, optimizer: Optimizer | None, state: OffloadedState) -> Optimizer:
-    planned: Collection[str] = {name for chunk in state.chunks for name in chunk}
+def refuse_other_optimizer(
+    model: nn.Module, optimizer: Optimizer | None, planned: str, parameters: Collection[str], action: str
+) -> Optimizer:
+    """Return the optimizer if it fits the plan. ``planned`` is the class of the plan's optimizer, ``parameters`` are the names
+    of the parameters that it must hold, and ``action`` says what the plan does.
+
+    Raises:
+        PlanMismatch: the optimizer is unknown, of another class, or does not hold the parameters.
+    """
     if optimizer is None:
         found = f"the optimizer of {type(model).__name__} is not known"
-    elif type(optimizer).__name__ != state.optimizer:
+    elif type(optimizer).__name__ != planned:
         found = f"the optimizer is {type(optimizer).__name__}"
-    elif missing := sorted(set(planned) - _named_parameters(optimizer, model).keys()):
+    elif missing := sorted(set(parameters) - named_parameters(optimizer, model).keys()):
         found = f"the optimizer does not hold {missing[0]}"
     else:
         return optimizer
     raise PlanMismatch(
-        f"This plan offloads the state of {state.optimizer}, but {found}.",
-        why="the state of the planned parameters would stay on the device, and the step would exceed the budget",
-        next=f"create the {state.optimizer} of the planned parameters before you apply the plan, and only one",
+        f"This plan {action}, but {found}.",
+        why="the plan counts on what it does with the planned parameters, and the step would exceed the budget",
+        next=f"create the {planned} of the planned parameters before you apply the plan, and only one",
     )

@@ -17,7 +17,9 @@ from typing import Any
 
 import msgspec
 import torch
+from torch import nn
 
+from plimsoll.artifacts.backward_steps import BackwardSteps
 from plimsoll.artifacts.costs import Costs, OpCost
 from plimsoll.artifacts.decision import Status
 from plimsoll.artifacts.forms import Forms
@@ -48,6 +50,7 @@ from plimsoll.session.task import TrainingTask
 from plimsoll.session.tightest_rank import TightestRank
 from plimsoll.session.training_step import TrainingStep
 from plimsoll.session.trial import Gradients, Managing, TrialRun, confirmed, error_scale, run_trial
+from plimsoll.tracing.backward_steps import CALL_OF_OPTIMIZER, in_backward
 from plimsoll.tracing.ddp import inner_module
 from plimsoll.tracing.fsdp2 import holds_gradients_back
 from plimsoll.tracing.optimizer import TRANSFER_OF_STATE, in_chunks
@@ -96,7 +99,7 @@ def trace_and_cost(
         costs = roofline_costs(traced, find_device(options.device_profile or "CPU"))
     else:
         costs = measured_costs(traced, measure_engine(traced))
-    return traced, _with_transfers(traced, costs, options.state)
+    return traced, _with_waits(traced, costs, options)
 
 
 def trace_task(
@@ -123,9 +126,9 @@ def trace_task(
     with in_tiles(inner_module(task.model), options.tiles):
         try:
             traced = trace(optimizer=task.optimizer)
-            if options.state is None or task.optimizer is None:
-                return traced
-            return in_chunks(traced, task.optimizer, inner_module(task.model), options.state.chunks)
+            if task.optimizer is not None:
+                traced = _with_optimizer(traced, task.optimizer, task.model, options)
+            return traced
         except (InvalidModel, TracingFailed):  # SparseAdam's step cannot be traced; attach measures its state instead
             if task.optimizer is None or not optimizer_is_optional:
                 raise
@@ -239,15 +242,22 @@ class StepPlanner:
 
     def with_state(self, task: TrainingTask, state: OffloadedState) -> StepPlanner:
         """Return a planner for the same step with this optimizer state offloaded. The step is not traced again."""
+        return self._with_options(task, dataclasses.replace(self.options, state=state))
+
+    def with_backward_steps(self, task: TrainingTask, steps: BackwardSteps) -> StepPlanner:
+        """Return a planner for the same step with these parameters stepped in backward. The step is not traced again."""
+        return self._with_options(task, dataclasses.replace(self.options, backward_steps=steps))
+
+    def _with_options(self, task: TrainingTask, options: PlanOptions) -> StepPlanner:
+        """Return a planner for the same step whose optimizer runs as these options say."""
         assert task.optimizer is not None
-        options = dataclasses.replace(self.options, state=state)
-        trace = in_chunks(self.trace, task.optimizer, inner_module(task.model), state.chunks)
+        trace = _with_optimizer(self.trace, task.optimizer, task.model, options)
         if trace.is_fake:
             ops = roofline_costs(trace, find_device(options.device_profile or "CPU")).ops
         else:
             ops = measured_costs(trace).ops
         costs = msgspec.structs.replace(self.costs, ops={**ops, **self.costs.ops})
-        made = StepPlanner(trace, _with_transfers(trace, costs, state), options, self.own_budget_bytes, self._agreement)
+        made = StepPlanner(trace, _with_waits(trace, costs, options), options, self.own_budget_bytes, self._agreement)
         made._forms, made.gradients, made.loss_share = self._forms, self.gradients, self.loss_share
         made._unmanaged = self._unmanaged or self.extremes.lowest
         return made
@@ -643,13 +653,29 @@ class StepPlanner:
         return sense_forms(step, self.trace, self.costs, lowest, self.options)
 
 
-def _with_transfers(trace: Trace, costs: Costs, state: OffloadedState | None) -> Costs:
-    """Return the costs with the seconds that the optimizer's step waits for the link (to host memory or disk)."""
-    if state is None:
-        return costs
-    keys = [op.cost_key for op in trace.ops if op.name == TRANSFER_OF_STATE]
-    waits = {key: OpCost(seconds=state.seconds / len(keys)) for key in keys}
-    return msgspec.structs.replace(costs, ops={**costs.ops, **waits})
+def _with_optimizer(trace: Trace, optimizer: torch.optim.Optimizer, model: nn.Module, options: PlanOptions) -> Trace:
+    """Return the trace with the optimizer's step as the options say: in chunks with offloaded state, in backward, or as it
+    was traced.
+    """
+    if options.state is not None:
+        return in_chunks(trace, optimizer, inner_module(model), options.state.chunks)
+    if options.backward_steps is not None:
+        return in_backward(trace, optimizer, inner_module(model), options.backward_steps.parameters)
+    return trace
+
+
+def _with_waits(trace: Trace, costs: Costs, options: PlanOptions) -> Costs:
+    """Return the costs with the seconds that the optimizer's step waits for the link (to host memory or disk), and those of
+    its calls for single parameters.
+    """
+    waits: dict[str, OpCost] = {}
+    if options.state is not None:
+        keys = [op.cost_key for op in trace.ops if op.name == TRANSFER_OF_STATE]
+        waits = {key: OpCost(seconds=options.state.seconds / len(keys)) for key in keys}
+    if options.backward_steps is not None:
+        calls = sum(op.cost_key == CALL_OF_OPTIMIZER for op in trace.ops)
+        waits[CALL_OF_OPTIMIZER] = OpCost(seconds=options.backward_steps.seconds / max(calls, 1))
+    return msgspec.structs.replace(costs, ops={**costs.ops, **waits}) if waits else costs
 
 
 def _as_if_timed_together(trace: Trace, first: Costs, second: Costs) -> Costs:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from plimsoll.artifacts.backward_steps import BackwardSteps
 from plimsoll.artifacts.offloaded_state import OffloadedState
 from plimsoll.engine.sensing import squared_distance, squared_norm
 from plimsoll.errors import InvalidModel, InvalidOption
@@ -223,8 +225,11 @@ class TrainingStep:
         )
         return other
 
-    def measure_peak(self) -> StepPeaks:
+    def measure_peak(self, steps: BackwardSteps | None = None) -> StepPeaks:
         """Measure the step's peak exactly, from allocator events on a CPU, and from the allocator's statistics on CUDA.
+
+        If ``steps`` is given, the gradients of these parameters are freed when they are complete, as if the optimizer had
+        stepped them. The optimizer does not run; what it would allocate for a parameter is allocated instead.
 
         If gradients wait for a later reduction, one micro-batch of each kind is run: the first, one that begins with waiting
         gradients, and the last, which reduces them.
@@ -236,9 +241,26 @@ class TrainingStep:
         kinds: tuple[bool, ...] = (True,)
         if holds_gradients_back(self.model):
             kinds = (True, False) if any(True for _ in waiting_gradients(self.model)) else (True, True, False)
-        first, *others = [self._measured(holds_back=holds_back) for holds_back in kinds]
+        with self._freeing({} if steps is None else dict(zip(steps.parameters, steps.temporary_bytes, strict=True))):
+            first, *others = [self._measured(holds_back=holds_back) for holds_back in kinds]
         peak_bytes = max(each[1] for each in (first, *others))
         return StepPeaks(first[0], peak_bytes, first_peak_bytes=first[1])
+
+    @contextlib.contextmanager
+    def _freeing(self, temporary_bytes: Mapping[str, int]) -> Iterator[None]:
+        """Return a context manager. In its block, gradients of these parameters (names) are freed when they are complete, and
+        as many bytes are allocated and freed as the steps of the parameters would need.
+        """
+        named = {name: each for name, each in self.model.named_parameters() if name in temporary_bytes}
+        hooks = [
+            each.register_post_accumulate_grad_hook(functools.partial(_free, temporary_bytes[name]))
+            for name, each in named.items()
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     def _measured(self, *, holds_back: bool) -> tuple[int, int]:
         """Run one forward and backward. Return two numbers: the bytes that existed before, and the peak."""
@@ -302,6 +324,11 @@ class TrainingStep:
     def buffers(self) -> dict[str, torch.Tensor]:
         """Return the current buffers by name (aliases, not copies)."""
         return dict(self.model.named_buffers())
+
+
+def _free(temporary_bytes: int, parameter: torch.Tensor) -> None:
+    torch.empty(temporary_bytes, dtype=torch.uint8, device=parameter.device)
+    parameter.grad = None
 
 
 def copies(tensors: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor | None]:

@@ -66,7 +66,10 @@ def assemble(log: StepLog, optimizer: OptimizerLog | None, *, beside: Mapping[st
         storages=tuple(storages),
         regions=tuple(_region(log, index, values, logged, op_regions) for index in range(len(log.regions))),
         parameters=tuple(
-            msgspec.structs.replace(parameter, storage=ids.get(parameter.storage, -1)) for parameter in log.parameters
+            msgspec.structs.replace(
+                parameter, storage=ids.get(parameter.storage, -1), gradient=ids.get(parameter.gradient, -1)
+            )
+            for parameter in log.parameters
         ),
         ids=ids,
     )

@@ -243,7 +243,12 @@ def run_step(
     refuse_foreign_graph(value, first_node, has_met_threads=stack.has_met_threads)
     at_loss(output)
     tracer.phase = Phase.BACKWARD
-    with explain_backward(model), after_autocast(value.device.type), foreign_leaves_kept(model, value):
+    with (
+        explain_backward(model),
+        after_autocast(value.device.type),
+        foreign_leaves_kept(model, value),
+        tracer.noting_gradients(model),
+    ):
         value.backward()
     tracer.note_deaths()
     log = StepLog(

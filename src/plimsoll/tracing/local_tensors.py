@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from plimsoll.tracing.stepped_gradients import SteppedGradient
 from plimsoll.tracing.torch_internals import without_modes
 
 _PLAIN = frozenset({torch.Tensor, nn.Parameter})
@@ -60,12 +61,13 @@ def dense_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def gradient_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return the gradient of a parameter, or ``None`` if it does not have one.
+    """Return the gradient of a parameter, or ``None`` if it does not have one, or if backward has used and freed it.
 
     In ``torch.func.functional_call`` a module's parameters may be results of other tensors (fast weights). Torch warns when
     their ``grad`` is read, and they do not have a gradient unless ``retain_grad`` was called.
     """
-    return tensor.grad if tensor.is_leaf or tensor.retains_grad else None
+    gradient = tensor.grad if tensor.is_leaf or tensor.retains_grad else None
+    return None if isinstance(gradient, SteppedGradient) else gradient
 
 
 def beside_weights(module: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:

@@ -87,6 +87,8 @@ class StepTracer(OpRecorder):
         self.born: dict[int, int] = {}
         self.dies: dict[int, int] = {}
         self.fillings: dict[int, list[Filling]] = {}
+        self.completions: dict[int, list[int]] = {}
+        """The ticks at which backward has added to the gradient of each parameter (its ``id``)."""
         self._refilled = refilled
         self._guarded: dict[int, torch.Tensor] = {}
         self._before_writes: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -126,6 +128,21 @@ class StepTracer(OpRecorder):
         A step may write to it, for instance, because the parameter is an average of others.
         """
         self._guarded[storage] = parameter
+
+    @contextlib.contextmanager
+    def noting_gradients(self, model: nn.Module) -> Iterator[None]:
+        """Return a context manager for backward. In its block, `completions` gets the ticks at which gradients are complete."""
+
+        def note(parameter: torch.Tensor) -> None:
+            self.completions.setdefault(id(parameter), []).append(self.tick)
+
+        leaves = [each for each in model.parameters() if each.requires_grad and each.is_leaf]
+        hooks = [each.register_post_accumulate_grad_hook(note) for each in leaves]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     @property
     def written(self) -> frozenset[int]:
@@ -321,6 +338,15 @@ def listed_parameters(tracer: StepTracer, model: nn.Module) -> tuple[TraceParame
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
+
+    def gradient_storage(parameter: nn.Parameter) -> int:
+        gradient = gradient_of(parameter)
+        return -1 if gradient is None or not is_plain(gradient) else tracer.table.find(gradient)
+
+    def whole_at(parameter: nn.Parameter) -> int:
+        ticks = tracer.completions.get(id(parameter), ())
+        return ticks[0] if len(ticks) == 1 else -1
+
     return tuple(
         TraceParameter(
             name=name,
@@ -331,6 +357,8 @@ def listed_parameters(tracer: StepTracer, model: nn.Module) -> tuple[TraceParame
             is_trainable=parameter.requires_grad,
             is_written=any(tracer.table.find(part) in tracer.written for part in dense_parts(parameter)),
             aliases=tuple(names[parameter][1:]),
+            gradient=gradient_storage(parameter),
+            whole_at=whole_at(parameter),
         )
         for name, parameter in model.named_parameters()
     )

@@ -26,7 +26,7 @@ from plimsoll.planning.costing.devices import find_device
 from plimsoll.session.manage import (
     check_plan,
     manage,
-    refuse_offloaded_state,
+    refuse_optimizer_decisions,
     refuse_other_model,
     refuse_other_signature,
 )
@@ -195,7 +195,7 @@ def _of_model(
 ) -> Finding:
     _check(model)
     check_plan(plan)
-    refuse_offloaded_state(plan, "diagnose")
+    refuse_optimizer_decisions(plan, "diagnose")
     task = read_measurable(model, batch, loss, None, compile=compiled_by(plan, model))
     refuse_other_model(model, plan)
     check_devices(model, *task.call())

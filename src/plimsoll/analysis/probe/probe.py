@@ -29,7 +29,7 @@ from plimsoll.artifacts.progress import Progress, silent
 from plimsoll.artifacts.receipt import finite
 from plimsoll.artifacts.verdict import ArmSummary, Curves, Ruling, Verdict
 from plimsoll.errors import InvalidProbe, PlanNotUsable
-from plimsoll.session.manage import check_plan, refuse_offloaded_state, refuse_other_model, refuse_other_signature
+from plimsoll.session.manage import check_plan, refuse_optimizer_decisions, refuse_other_model, refuse_other_signature
 from plimsoll.session.rendezvous.world import refuse_several_ranks
 from plimsoll.session.task import check_model, explained_loss, refuse_profiler
 from plimsoll.tracing.recorder.calling import Loss, count_items
@@ -115,7 +115,7 @@ def probe(
     refuse_several_ranks(model, "probe")
     check_trainable(model)
     check_plan(plan)
-    refuse_offloaded_state(plan, "probe")
+    refuse_optimizer_decisions(plan, "probe")
     refuse_other_model(model, plan)
     refuse_profiler(model)
     if not plan.status.is_usable:

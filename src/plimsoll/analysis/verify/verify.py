@@ -279,7 +279,7 @@ def _hold_plan(
         if plan.compiled:
             step.run()  # compile now: memory that the compiler allocates must not count in the step's peak
             handle.forget()
-        recording_peak_bytes, steady_peak_bytes, apart = _recording_and_steady(step, evidence, report)
+        recording_peak_bytes, steady_peak_bytes, apart = _recording_and_steady(step, plan, evidence, report)
         outcomes = handle.outcomes()
         plan_losses = consecutive_losses(step, steps)
         with handle.paused(), in_tiles(step.model, plan.tiles):
@@ -323,16 +323,25 @@ def _hold_plan(
     )
 
 
-def _recording_and_steady(step: TrainingStep, evidence: Evidence, report: Progress) -> tuple[int, int, Apart]:
+def _recording_and_steady(
+    step: TrainingStep, plan: Plan, evidence: Evidence, report: Progress
+) -> tuple[int, int, Apart]:
     """Run the plan's first step, which records ops, and a later step. Measure both.
 
     Return the peak of each in bytes, and for each tensor the larger of its two differences from the step without a plan.
     """
-    recording_peak_bytes = step.measure_peak().peak_bytes
+
+    def measure() -> int:
+        peak_bytes = step.measure_peak(plan.backward_steps).peak_bytes
+        if plan.backward_steps is not None:
+            step.run()  # the measured step has freed its gradients
+        return peak_bytes
+
+    recording_peak_bytes = measure()
     apart = compare_with(evidence, step)
     step.run()
     report("measuring the managed step's peak", 0.5)
-    steady_peak_bytes = step.measure_peak().peak_bytes
+    steady_peak_bytes = measure()
     return recording_peak_bytes, steady_peak_bytes, apart.worst(compare_with(evidence, step))
 
 

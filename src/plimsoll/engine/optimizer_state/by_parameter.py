@@ -10,6 +10,8 @@ Known weakness: a coupling between parameters that appears only at large sizes, 
 from __future__ import annotations
 
 import copy
+import math
+import time
 from collections import defaultdict
 from typing import Any
 
@@ -18,16 +20,18 @@ from torch import nn
 from torch.optim import Optimizer
 
 from plimsoll.engine.offload.protocol import Link
+from plimsoll.engine.optimizer_state.narrowed import narrowed, step_without_hooks
 from plimsoll.engine.optimizer_state.offload import StateOffload
 from plimsoll.errors import InvalidOption
 
 _STEPS = 3
+_TIMED_CALLS = 5
 _MOST_SIZE = 6
 _MOST_OF_A_KIND = 2
 
 
-def check_steps_by_parameter(optimizer: Optimizer) -> None:
-    """Check that an optimizer's step may run in chunks of parameters.
+def check_steps_by_parameter(optimizer: Optimizer, word: str = "offload-state") -> None:
+    """Check that an optimizer's step may run in chunks of parameters. ``word`` is what the user has allowed that needs this.
 
     Raises:
         InvalidOption: it may not; the error says how the steps of the stand-ins differ.
@@ -45,10 +49,30 @@ def check_steps_by_parameter(optimizer: Optimizer) -> None:
             why = f"a step without a closure on small stand-ins of its parameters failed: {type(error).__name__}: {text:.200}"
     if why:
         raise InvalidOption(
-            f"The state of {type(optimizer).__name__} cannot be offloaded: its step cannot run in chunks of parameters.",
+            f"allow= has {word!r}, but the step of {type(optimizer).__name__} cannot run in chunks of parameters.",
             why=why,
-            next="leave 'offload-state' out of allow=, or use an optimizer that steps each parameter by itself, such as AdamW",
+            next=f"leave {word!r} out of allow=, or use an optimizer that steps each parameter by itself, such as AdamW",
         )
+
+
+def seconds_of_a_call(optimizer: Optimizer) -> float:
+    """Return the host's seconds for one call of the optimizer's step for one small parameter, as the least of some calls.
+
+    Example:
+        >>> 0 < seconds_of_a_call(torch.optim.Adam([torch.nn.Parameter(torch.ones(8, 8))])) < 1
+        True
+    """
+    small = _copy(optimizer)
+    parameters = _parameters(small)[:1]
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    least = math.inf
+    for _ in range(_TIMED_CALLS):
+        begin = time.perf_counter()
+        with narrowed(small, set(map(id, parameters))):
+            step_without_hooks(small)(small)
+        least = min(least, time.perf_counter() - begin)
+    return least
 
 
 def _difference(optimizer: Optimizer) -> str:

@@ -33,6 +33,7 @@ from plimsoll.artifacts.offloaded_state import LEAST_STATE_BYTES
 from plimsoll.engine.codecs.layout import is_dense
 from plimsoll.engine.offload.protocol import Link, Ticket
 from plimsoll.engine.optimizer_state.away import AwayTensor, OffloadedStates, is_held_elsewhere
+from plimsoll.engine.optimizer_state.narrowed import narrowed, step_without_hooks
 from plimsoll.errors import InvalidOption, OffloadFailed
 
 
@@ -313,12 +314,12 @@ class StateOffload:
         """
         result, args, kwargs = _closed(args, kwargs)
         if self._is_removed:  # the closure ran a forward, and that has applied another plan
-            out = self._inner(optimizer)(optimizer, *args, **kwargs)
+            out = step_without_hooks(optimizer)(optimizer, *args, **kwargs)
             return out if result is None else result
         self._adopt(optimizer)
         self._send(each for chunk in self._chunks for each in chunk)  # what was read, and what the link did not take
         self._settle()
-        inner = self._inner(optimizer)
+        inner = step_without_hooks(optimizer)
         whole = [group["params"] for group in optimizer.param_groups]
         rest = [each for params in whole for each in params if id(each) not in self._members]
         held = {id(each) for params in whole for each in params}
@@ -329,44 +330,19 @@ class StateOffload:
         try:
             for chunk in filter(None, chunks):
                 self._arrive(chunk, undo)
-                out = self._call(optimizer, inner, chunk, args, kwargs)
+                with narrowed(optimizer, set(map(id, chunk))):
+                    out = inner(optimizer, *args, **kwargs)
                 self._send(chunk)
             self._settle()
             is_rest = True
             if rest or not any(chunks):
-                out = self._call(optimizer, inner, rest, args, kwargs)
+                with narrowed(optimizer, set(map(id, rest))):
+                    out = inner(optimizer, *args, **kwargs)
         except BaseException as error:
             self._put_back(optimizer, undo, error, has_rest=is_rest and bool(rest))
             raise
         self._states.order((each for params in whole for each in params), known)
         return out if result is None else result
-
-    @staticmethod
-    def _inner(optimizer: Optimizer) -> Callable[..., Any]:
-        """Return the step of the optimizer's class without its hooks: these run once for all chunks."""
-        step: Any = type(optimizer).step
-        found: Callable[..., Any] = step.__wrapped__ if getattr(step, "hooked", False) else step
-        return found
-
-    def _call(
-        self,
-        optimizer: Optimizer,
-        inner: Callable[..., Any],
-        parameters: list[torch.Tensor],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        """Run the optimizer's step for these parameters only."""
-        chosen = {id(each) for each in parameters}
-        groups = optimizer.param_groups
-        whole = [group["params"] for group in groups]
-        try:
-            for group, params in zip(groups, whole, strict=True):
-                group["params"] = [each for each in params if id(each) in chosen]
-            return inner(optimizer, *args, **kwargs)
-        finally:
-            for group, params in zip(groups, whole, strict=True):
-                group["params"] = params
 
     def _arrive(self, chunk: list[torch.Tensor], undo: _Undo) -> None:
         """Fetch the state of a chunk of parameters, while the state of the chunk before is sent to the link (to host memory or

@@ -18,6 +18,7 @@ from plimsoll.tracing.fsdp2 import every_parameter, gathered_parameters, has_fla
 from plimsoll.tracing.local_tensors import gradient_of
 from plimsoll.tracing.recorder.calling import graph_nodes
 from plimsoll.tracing.recorder.contents import put_back_entries
+from plimsoll.tracing.stepped_gradients import SteppedGradient
 
 
 @contextlib.contextmanager
@@ -40,6 +41,7 @@ def gradients_aside(leaves: Sequence[torch.Tensor], tables: Iterable[dict[Any, A
     written. Hooks that run when a gradient is complete, and the hooks in ``tables``, do not run in the block.
     """
     gradients = [gradient_of(leaf) for leaf in leaves]
+    stand_ins = [(leaf, leaf.grad) for leaf in leaves if leaf.is_leaf and isinstance(leaf.grad, SteppedGradient)]
     # torch 2.9 to 2.15 hold hooks for complete gradients in this dict, and handles refer to the same dict.
     every = [*(leaf._post_accumulate_grad_hooks for leaf in leaves), *tables]
     hooks = [(table, dict(table)) for table in every if table is not None]
@@ -49,6 +51,8 @@ def gradients_aside(leaves: Sequence[torch.Tensor], tables: Iterable[dict[Any, A
         for leaf, gradient in zip(leaves, gradients, strict=True):
             if gradient is not None:
                 leaf.grad = torch.zeros_like(gradient)
+        for leaf, _ in stand_ins:
+            leaf.grad = None
         yield
     finally:
         for table, entries in hooks:
@@ -56,6 +60,8 @@ def gradients_aside(leaves: Sequence[torch.Tensor], tables: Iterable[dict[Any, A
         for leaf, gradient in zip(leaves, gradients, strict=True):
             if gradient is not gradient_of(leaf):
                 leaf.grad = gradient
+        for leaf, stand_in in stand_ins:
+            leaf.grad = stand_in
 
 
 def _foreign_leaves(model: nn.Module, loss: torch.Tensor) -> list[torch.Tensor]:

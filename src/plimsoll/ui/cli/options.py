@@ -119,7 +119,7 @@ AllowOption = Annotated[
     of_plan(
         "--allow",
         metavar="LIST",
-        help="What strategy auto may do, any of: recompute,tile,compress,offload,offload-state,collectives.",
+        help="What strategy auto may do, any of: recompute,tile,compress,offload,offload-state,step-in-backward,collectives.",
     ),
 ]
 MaxErrorOption = Annotated[

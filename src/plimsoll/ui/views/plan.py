@@ -101,7 +101,12 @@ def _statement(plan: Plan) -> str:
         f"The plan {plan.strategy!r}, made {limit}, is predicted to peak at {format_bytes(plan.predicted_peak_bytes)} "
         f"instead of {format_bytes(plan.baseline_peak_bytes)}, for {format_more(plan.predicted_overhead)} time a step. "
     )
-    fixed = [name for name, has in (("tiles", plan.tiles), ("offloaded state", plan.state is not None)) if has]
+    decided = (
+        ("tiles", plan.tiles),
+        ("offloaded state", plan.state is not None),
+        ("order of steps", plan.backward_steps is not None),
+    )
+    fixed = [name for name, has in decided if has]
     beside = f" with {'these' if plan.tiles else 'this'} {' and '.join(fixed)}" if fixed else ""
     if not _has_bound(plan):
         return text.strip()
@@ -132,6 +137,7 @@ def plan_figures(plan: Plan) -> list[tuple[str, str]]:
         *_bound_figures(plan),
         *_tiles(plan),
         *_state(plan),
+        *_backward_steps(plan),
         *_packing_figures(plan),
         ("costs", f"{plan.cost_source} on {plan.cost_device}{solved}"),
     ]
@@ -196,6 +202,20 @@ def _state(plan: Plan) -> list[tuple[str, str]]:
         f"{format_share(share)} a step; stepped in {len(state.chunks)} chunks"
     )
     return [("optimizer state", text)]
+
+
+def _backward_steps(plan: Plan) -> list[tuple[str, str]]:
+    """Return one row of a table, as a pair of name and text, about the parameters that are stepped in backward."""
+    steps = plan.backward_steps
+    if steps is None:
+        return []
+    share = steps.seconds / plan.baseline_seconds if plan.baseline_seconds else 0.0
+    text = (
+        f"{steps.optimizer} steps {len(steps.parameters)} parameters in backward, each when its gradient is complete: "
+        f"{format_bytes(steps.freed_bytes)} of {format_bytes(steps.gradient_bytes)} of gradients are freed there, "
+        f"{format_share(share)} a step"
+    )
+    return [("optimizer step", text)]
 
 
 def _packing_figures(plan: Plan) -> list[tuple[str, str]]:
