@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import plimsoll
+from plimsoll.artifacts.backward_steps import BackwardSteps
 from plimsoll.artifacts.plan import Plan
 from plimsoll.errors import (
     BudgetBelowFloor,
@@ -19,9 +20,14 @@ from plimsoll.errors import (
     InvalidStrategy,
     PlanMismatch,
     PlanNotUsable,
+    ReplayMismatch,
     SavedTensorModified,
 )
 from plimsoll.session.backward_steps import BackwardStepsAtWork
+from plimsoll.session.options import PlanOptions
+from plimsoll.session.step_planner import trace_task
+from plimsoll.session.task import TrainingTask
+from plimsoll.tracing.backward_steps import steppable_parameters
 from plimsoll.tracing.meters.memory import PeakMeter, storage_bytes
 from plimsoll.tracing.optimizer import present_states
 from plimsoll.tracing.recorder.calling import output_tensors
@@ -196,7 +202,10 @@ def test_a_plan_that_steps_in_backward_is_verified(plan):
 
 
 class Routed(nn.Module):
-    """A block that picks columns by a weight, without a gradient through the choice, and scales by the weight."""
+    """Picks columns by a weight, without a gradient through the choice, and adds what the same weight gives.
+
+    Backward completes the weight's gradient before it needs the choice.
+    """
 
     def __init__(self):
         super().__init__()
@@ -204,25 +213,55 @@ class Routed(nn.Module):
         self.gate = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x):
-        scores = self.gate(x)
         with torch.no_grad():
             order = self.gate(x).argsort(dim=-1)
-        return self.lift(x).gather(-1, order) * scores + x
+        picked = self.lift(x).gather(-1, order)
+        return picked + self.gate(x) + x
+
+
+def routed():
+    torch.manual_seed(0)
+    return nn.Sequential(Routed(), Routed())
+
+
+@pytest.fixture(scope="module")
+def routed_plan():
+    """A plan with the lowest peak of activations, and the names of the parameters that can be stepped in backward."""
+    model = routed()
+    floor = named_floor(refusal_of(sgd, ("recompute",), routed()))
+    made = plimsoll.plan(model, batch(), floor, loss=loss_of, optimizer=sgd(model.parameters()))
+    task = TrainingTask(model=model, batch=batch(), loss=loss_of)
+    names = [name for name, _ in model.named_parameters()]
+    return made, tuple(steppable_parameters(trace_task(task, PlanOptions(), repeats=0), names))
+
+
+def stepping(plan, parameters):
+    sizes = {"temporary_bytes": (0,) * len(parameters), "gradient_bytes": 1, "freed_bytes": 1}
+    steps = BackwardSteps(optimizer="SGD", parameters=parameters, **sizes)
+    return msgspec.structs.replace(plan, backward_steps=steps)
 
 
 @pytest.mark.long
-def test_a_parameter_that_decides_without_a_gradient_is_stepped_last_or_before_nothing_reads_it():
-    model = nn.Sequential(Routed(), Routed())
-    optimizer = sgd(model.parameters())
-    plain = copy.deepcopy(model)
-    plain_optimizer = sgd(plain.parameters())
-    floor = named_floor(refusal_of(sgd, BOTH, copy.deepcopy(model)))
-    made = plimsoll.plan(model, batch(), int(1.02 * floor), loss=loss_of, optimizer=optimizer, allow=BOTH)
-    assert made.backward_steps is not None
-    with plimsoll.apply(model, made):
+def test_a_weight_that_a_recomputation_reads_after_its_gradient_is_complete_is_stepped_at_the_end(routed_plan):
+    made, possible = routed_plan
+    assert any("sort" in value for region in made.regions for value in region.dropped)
+    assert {name.partition(".")[2] for name in possible} == {"lift.weight", "lift.bias"}
+    model, plain = routed(), routed()
+    optimizer, plain_optimizer = sgd(model.parameters()), sgd(plain.parameters())
+    with plimsoll.apply(model, stepping(made, possible)):
         train(model, optimizer, 6)
     train(plain, plain_optimizer, 6)
     assert_same_training(model, optimizer, plain, plain_optimizer)
+
+
+@pytest.mark.long
+def test_a_recomputation_that_would_read_a_stepped_weight_raises(routed_plan):
+    made, _ = routed_plan
+    model = routed()
+    optimizer = sgd(model.parameters())
+    names = tuple(name for name, _ in model.named_parameters())
+    with plimsoll.apply(model, stepping(made, names)), pytest.raises(ReplayMismatch, match="modified"):
+        train(model, optimizer, 6)
 
 
 # Equal weights under attach
@@ -584,3 +623,21 @@ def test_attach_without_an_optimizer_is_refused_in_the_first_call():
     plimsoll.attach(model, "2MiB", allow=BOTH)
     with pytest.raises(InvalidOption, match="no optimizer is known"):
         model(batch())
+
+
+def test_a_loop_with_a_gradient_scaler_is_not_stepped_in_backward(plan):
+    model, plain = Model(), Model()
+    optimizer, plain_optimizer = adamw(model.parameters()), adamw(plain.parameters())
+
+    def loop(model, optimizer):
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+        for step in range(4):
+            scaler.scale(loss_of(model(batch(step)))).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+
+    with plimsoll.apply(model, plan), pytest.warns(UserWarning, match="the loop does not allow that"):
+        loop(model, optimizer)
+    loop(plain, plain_optimizer)
+    assert_same_training(model, optimizer, plain, plain_optimizer)

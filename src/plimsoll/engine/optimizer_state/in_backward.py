@@ -91,6 +91,8 @@ class StepsInBackward:
         """The values of the parameter groups in that backward."""
         self._known: set[torch.Tensor] = set()
         """The parameters that had state in the optimizer before this backward."""
+        self._group_of: dict[torch.Tensor, int] = {}
+        """The position of the group of each parameter that the optimizer holds."""
         self._stand_ins: dict[torch.Tensor, torch.Tensor] = {}
         self._parameters = {each: name for name, each in parameters.items()}
         self._hooks: list[Any] = [each.register_post_accumulate_grad_hook(self._completed) for each in self._parameters]
@@ -138,20 +140,29 @@ class StepsInBackward:
         task = current_graph_task()
         if not self._pending:
             self._task, self._values, self._known = task, _values_of(optimizer), set(optimizer.state)
+            # Once for each backward: a loop may add groups.
+            self._group_of = {each: at for at, group in enumerate(optimizer.param_groups) for each in group["params"]}
         if self.is_stepping:
-            self._step_now(parameter, optimizer, task)
+            if not self._step_now(parameter, optimizer, task):
+                return
         elif not self.reason:
             self._watch(parameter, task)
         self._pending[parameter] = parameter._version
 
-    def _step_now(self, parameter: torch.Tensor, optimizer: Optimizer, task: int) -> None:
+    def _step_now(self, parameter: torch.Tensor, optimizer: Optimizer, task: int) -> bool:
+        """Step a parameter and free its gradient. Return False if the optimizer does not hold the parameter any more, or if
+        other code has taken the gradient: then ``optimizer.step()`` would not step the parameter either.
+        """
         if task != self._task or parameter in self._pending:
             self._refuse("A second backward runs before optimizer.step().", "gradients cannot accumulate")
-        if isinstance(parameter.grad, SteppedGradient) or parameter.grad is None:
-            return  # other code has taken the gradient, so the optimizer would not step the parameter either
-        with narrowed(optimizer, {id(parameter)}), torch.enable_grad():
+        own = self._group_of.get(parameter)
+        if own is None or parameter.grad is None:
+            return False
+        chosen = [[parameter] if at == own else [] for at in range(len(optimizer.param_groups))]
+        with narrowed(optimizer, chosen), torch.enable_grad():
             step_without_hooks(optimizer)(optimizer)
         parameter.grad = self._stand_ins[parameter]
+        return True
 
     def _watch(self, parameter: torch.Tensor, task: int) -> None:
         gradient = parameter.grad
@@ -161,7 +172,9 @@ class StepsInBackward:
             self._note("other code takes gradients away while backward runs")
         elif gradient.requires_grad:
             self._note("gradients have a graph of their own (create_graph=True)")
-        elif gradient.layout is torch.strided:
+        elif gradient.layout is not torch.strided:
+            self._note("a gradient is sparse")
+        else:
             parameter.grad = WatchedGradient.of(gradient, self._note_use)
 
     def _note(self, reason: str) -> None:

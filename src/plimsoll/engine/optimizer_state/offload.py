@@ -33,7 +33,7 @@ from plimsoll.artifacts.offloaded_state import LEAST_STATE_BYTES
 from plimsoll.engine.codecs.layout import is_dense
 from plimsoll.engine.offload.protocol import Link, Ticket
 from plimsoll.engine.optimizer_state.away import AwayTensor, OffloadedStates, is_held_elsewhere
-from plimsoll.engine.optimizer_state.narrowed import narrowed, step_without_hooks
+from plimsoll.engine.optimizer_state.narrowed import in_groups, narrowed, step_without_hooks
 from plimsoll.errors import InvalidOption, OffloadFailed
 
 
@@ -330,13 +330,13 @@ class StateOffload:
         try:
             for chunk in filter(None, chunks):
                 self._arrive(chunk, undo)
-                with narrowed(optimizer, set(map(id, chunk))):
+                with narrowed(optimizer, in_groups(optimizer, chunk)):
                     out = inner(optimizer, *args, **kwargs)
                 self._send(chunk)
             self._settle()
             is_rest = True
             if rest or not any(chunks):
-                with narrowed(optimizer, set(map(id, rest))):
+                with narrowed(optimizer, in_groups(optimizer, rest)):
                     out = inner(optimizer, *args, **kwargs)
         except BaseException as error:
             self._put_back(optimizer, undo, error, has_rest=is_rest and bool(rest))
