@@ -23,7 +23,7 @@ def step_without_hooks(optimizer: Optimizer) -> Callable[..., Any]:
 
 
 def in_groups(optimizer: Optimizer, chosen: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Return, for each group of the optimizer, those of its parameters that are chosen.
+    """Return, for each group of the optimizer, its chosen parameters.
 
     Example:
         >>> one, two = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
