@@ -11,7 +11,7 @@ usual, with watched gradients (see `WatchedGradient`), and `reason` says what th
 If a loop begins to do what was not seen before, an error says so.
 
 Known weaknesses: code that reads weights between backward and ``optimizer.step()`` without calling the model sees stepped
-weights. Writes through ``.data`` in that time are seen only while the loop is watched.
+weights. Writes through ``.data`` in that time are not seen.
 """
 
 from __future__ import annotations
