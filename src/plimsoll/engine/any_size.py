@@ -37,8 +37,8 @@ from plimsoll.tracing.recorder.recorder import RecordedOp, RecordedValue, Ref
 # An offset and a factor fit any two numbers, so only a third recording can confirm an expression.
 LEAST_RECORDINGS = 3
 MOST_RECORDINGS = 8
-"""How many different recordings a family may have at most. A family is a group of recordings of one region (a module that the
-plan decides about) that differ in numbers only.
+"""How many different recordings a family may have at most. A family is a group of recordings of one region that differ in
+numbers only.
 
 With more, Plimsoll stops deriving recipes for other sizes from the family, and records the region at each size.
 """
@@ -61,8 +61,7 @@ _WHOLE: tuple[tuple[Callable[[int], int], Callable[[int], int]], ...] = ((int, i
 
 
 class Recordings:
-    """Stores all recordings of one region (a module that the plan decides about). A recording holds the torch calls and ops of
-    one call of the region.
+    """Stores all recordings of one region. A recording holds the torch calls and ops of one call of the region.
 
     They are stored by signature (shapes and dtypes of the inputs, and other state), and in families: groups of recordings that
     differ in numbers only. Recordings for other sizes are derived from a family.
@@ -125,8 +124,8 @@ class Recordings:
 
 
 class _Family:
-    """A group of recordings (of torch calls and ops) of one region (a module that the plan decides about) that differ only in
-    numbers. ``bare`` is any of them with 0 for each number.
+    """A group of recordings (of torch calls and ops) of one region that differ only in numbers. ``bare`` is any of them with 0
+    for each number.
     """
 
     def __init__(self, bare: Recording, first: Recording) -> None:
@@ -341,9 +340,7 @@ class Opened:
 
     @property
     def stream(self) -> Stream:
-        """The sequence of torch calls of the region (a module that the plan decides about), with placeholders for the numbers
-        that change from call to call.
-        """
+        """The sequence of torch calls of the region, with placeholders for the numbers that change from call to call."""
         return self._open.recording.stream
 
     def numbers(self, given: Given) -> tuple[Number, ...] | None:
@@ -365,7 +362,7 @@ class Opened:
 
 class Resized:
     """Takes the place of a `Recording` for an input size that was never recorded. It is derived from recordings of the region
-    (a module that the plan decides about) at other sizes.
+    at other sizes.
     """
 
     def __init__(self, recording: _OpenRecording, numbers: tuple[Number, ...]) -> None:
@@ -374,7 +371,7 @@ class Resized:
 
     @property
     def stream(self) -> Stream:
-        """The sequence of torch calls that the region (a module that the plan decides about) makes at this size."""
+        """The sequence of torch calls that the region makes at this size."""
         return self._open.stream(_filling(self._numbers))
 
     def program(self, plan: RegionPlan, shared: Shared, *, is_linked: bool) -> Program:

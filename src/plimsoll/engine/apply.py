@@ -96,13 +96,9 @@ class Handle(ShowsFigures, RemovedAtEnd):
         self._units: CompiledUnits | None = None
         self.regions: dict[str, ManagedRegion] = {}
         self._known: dict[str, ManagedRegion] = {}
-        """All regions (modules that a plan decides about) that were wrapped so far, by name, under the current plan or an
-        earlier one (see `switch`).
-        """
+        """All regions that were wrapped so far, by name, under the current plan or an earlier one (see `switch`)."""
         self._always: set[str] = set()
-        """Names of regions (modules that the plan decides about) that are wrapped even if the plan keeps everything there (see
-        `keep_wrapped`).
-        """
+        """Names of regions that are wrapped even if the plan keeps everything there (see `keep_wrapped`)."""
         self._shared = shared
         self._tiles = Tiles(model, plan.tiles)
         self._retry: Callable[..., Any] | None = None
@@ -124,8 +120,8 @@ class Handle(ShowsFigures, RemovedAtEnd):
         """Replace the plan by another plan for this model, from the model's next call on. ``is_for_this`` skips the check that
         the plan was made for this model, because the caller knows it.
 
-        Regions (the modules that a plan manages) keep their recordings. If a call was recorded before under any plan, recipes
-        (recorded ops that rebuild dropped tensors) serve it at once.
+        Regions keep their recordings. If a call was recorded before under any plan, recipes (recorded ops that rebuild dropped
+        tensors) serve it at once.
 
         Raises:
             PlanMismatch: the plan was made for another model, or names another link than an earlier plan, or has another
@@ -163,16 +159,14 @@ class Handle(ShowsFigures, RemovedAtEnd):
         self._begin(plan)
 
     def has_moved(self) -> bool:
-        """Return whether the name of a managed region (a module that the plan decides about) has stopped referring to the
-        module that it referred to when the plan was applied.
+        """Return whether the name of a managed region has stopped referring to the module that it referred to when the plan was
+        applied.
         """
         modules = dict(self.model.named_modules())
         return any(modules.get(name) is not region.module for name, region in self.regions.items())
 
     def _begin(self, plan: Plan) -> None:
-        """Start to use a plan: create or reuse the wrappers of the regions (modules that the plan decides about), and install
-        them.
-        """
+        """Start to use a plan: create or reuse the wrappers of the regions, and install them."""
         shared, model = self._shared, self.model
         self._tiles.install()  # a region may be a tiled module: its wrapper then calls the tiled forward
         calls = _managed_regions(plan) if shared.sensor is None else _regions(plan)
@@ -224,9 +218,7 @@ class Handle(ShowsFigures, RemovedAtEnd):
         self._others.append(hook)
 
     def pause(self) -> None:
-        """Remove the wrappers of all regions (modules that the plan decides about) until `resume` installs them again. What was
-        recorded stays.
-        """
+        """Remove the wrappers of all regions until `resume` installs them again. What was recorded stays."""
         for region in self.regions.values():
             region.remove()
         self._tiles.remove()
@@ -234,7 +226,7 @@ class Handle(ShowsFigures, RemovedAtEnd):
             self._units.pause()
 
     def resume(self) -> None:
-        """Install the wrappers of all regions (modules that the plan decides about) again after `pause`."""
+        """Install the wrappers of all regions again after `pause`."""
         self._tiles.install()
         for region in self.regions.values():
             region.install()
@@ -242,9 +234,7 @@ class Handle(ShowsFigures, RemovedAtEnd):
             self._units.resume()
 
     def forget(self) -> None:
-        """Discard all recordings, so that each region (a module that the plan decides about) records its next calls. Modules
-        under torch.compile stay compiled.
-        """
+        """Discard all recordings, so that each region records its next calls. Modules under torch.compile stay compiled."""
         for region in self.regions.values():
             region.forget()
 
@@ -314,8 +304,8 @@ class Handle(ShowsFigures, RemovedAtEnd):
         return self._plan
 
     def on_larger_calls(self, listener: Listener) -> None:
-        """Set a listener, a function that is called before a region (a module that the plan decides about) runs with larger
-        inputs than in any earlier call, or before regions run in another order than in earlier steps.
+        """Set a listener, a function that is called before a region runs with larger inputs than in any earlier call, or before
+        regions run in another order than in earlier steps.
         """
         self._shared.larger.listener = listener
 
@@ -325,9 +315,7 @@ class Handle(ShowsFigures, RemovedAtEnd):
         return self._plan
 
     def outcomes(self) -> tuple[RegionOutcome, ...]:
-        """Return how the calls of each region (a module that the plan decides about) were handled so far: with recomputation,
-        or everything kept.
-        """
+        """Return how the calls of each region were handled so far: with recomputation, or everything kept."""
         in_units = _in_units(self._plan)
         untouched = [
             _compiled_outcome(region, None if self._units is None else self._units.packing.get(region.name))
@@ -366,15 +354,13 @@ class Handle(ShowsFigures, RemovedAtEnd):
         return self._shared.inspector.inspected_tensors
 
     def inspecting(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context manager. Inside its block, each call of each region (a module that the plan decides about) is
-        inspected: rebuilt tensors are compared in full.
+        """Return a context manager. Inside its block, each call of each region is inspected: rebuilt tensors are compared in
+        full.
         """
         return self._shared.inspector.everywhere()
 
     def obstacles(self) -> dict[str, dict[str, str]]:
-        """Return the values that the plan wants to drop but that are kept: for each region (a module that the plan decides
-        about), the value's name and the reason.
-        """
+        """Return the values that the plan wants to drop but that are kept: for each region, the value's name and the reason."""
         found: dict[str, dict[str, str]] = {}
         for name, region in self.regions.items():
             for service in region.services.values():
@@ -388,8 +374,8 @@ class Handle(ShowsFigures, RemovedAtEnd):
         self._shared.unmet.say(self._plan)
 
     def begin_step(self) -> None:
-        """Prepare for a new call of the model: clear the previous call's state, and count the calls of each region (a module
-        that the plan decides about) from 0 again.
+        """Prepare for a new call of the model: clear the previous call's state, and count the calls of each region from 0
+        again.
         """
         self._shared.links.clear()
         self._shared.transfers.clear()
@@ -413,8 +399,8 @@ def apply_plan(
     agree_on_service: Callable[[str, tuple[int, ...], str], None] | None = None,
     splits_backward: bool = False,
 ) -> Handle:
-    """Apply a plan: wrap the model's regions (the modules that the plan decides about) and return the handle that undoes this.
-    A region that keeps everything is not touched at all.
+    """Apply a plan: wrap the model's regions and return the handle that undoes this. A region that keeps everything is not
+    touched at all.
 
     ``sentinel_every`` and ``verify_every`` mean the same as in `plimsoll.apply`. Offloaded values go over ``link`` (the way to
     host memory or disk), even if the plan names another link. Without ``link``, the link that the plan names is opened. A
@@ -476,15 +462,13 @@ def _opened(plan: Plan, device: torch.device) -> Link:
 
 
 def _is_around(region: str, paths: Collection[str]) -> bool:
-    """Return whether one of the module paths is the path of the region (a module that the plan decides about) or of a module
-    inside it.
-    """
+    """Return whether one of the module paths is the path of the region or of a module inside it."""
     return any(path == region or path.startswith(f"{region}.") for path in paths)
 
 
 def _compiled_outcome(region: RegionPlan, packing: PackingCall | None) -> RegionOutcome:
-    """Return how the calls of a region (a module that the plan decides about) were handled, for a region inside a compiled unit
-    (a part of the model under torch.compile).
+    """Return how the calls of a region were handled, for a region inside a compiled unit (a part of the model under
+    torch.compile).
 
     The bytes in the outcome come from the plan and are not measured.
     """
@@ -498,8 +482,8 @@ def _compiled_outcome(region: RegionPlan, packing: PackingCall | None) -> Region
 
 
 def _region_class(plan: Plan, name: str) -> type[ManagedRegion]:
-    """Return the class of the wrapper for a region (a module that the plan decides about): `RegionInCompiled` if a compiled
-    unit contains the region, else `ManagedRegion`.
+    """Return the class of the wrapper for a region: `RegionInCompiled` if a compiled unit contains the region, else
+    `ManagedRegion`.
     """
     if not any(name.startswith(unit.path + ".") for unit in plan.compiled):
         return ManagedRegion
@@ -509,14 +493,12 @@ def _region_class(plan: Plan, name: str) -> type[ManagedRegion]:
 
 
 def _in_units(plan: Plan) -> frozenset[str]:
-    """Return the names of the regions (modules that the plan decides about) that torch.compile compiles under this plan."""
+    """Return the names of the regions that torch.compile compiles under this plan."""
     return frozenset(name for unit in plan.compiled for name in unit.regions)
 
 
 def _regions(plan: Plan) -> dict[str, tuple[RegionPlan, ...]]:
-    """Return the regions (modules that the plan decides about) that run eagerly: a mapping from the region's name to the plan
-    for each of its calls in a step.
-    """
+    """Return the regions that run eagerly: a mapping from the region's name to the plan for each of its calls in a step."""
     grouped: dict[str, list[RegionPlan]] = {}
     in_units = _in_units(plan)
     for region in plan.regions:
@@ -526,8 +508,7 @@ def _regions(plan: Plan) -> dict[str, tuple[RegionPlan, ...]]:
 
 
 def _managed_regions(plan: Plan) -> dict[str, tuple[RegionPlan, ...]]:
-    """Return the regions (modules that the plan decides about) that get a wrapper: a mapping from the region's name to the plan
-    for each of its calls in a step.
+    """Return the regions that get a wrapper: a mapping from the region's name to the plan for each of its calls in a step.
 
     These are three kinds: the regions that do not keep everything under the plan, the regions that run while offloads are under
     way, and the first region. The first region is wrapped because its inputs show how large a call of the model will be.

@@ -10,8 +10,7 @@ from plimsoll.engine.larger_calls import LargerCalls
 from plimsoll.tracing.torch_internals import sequence_number
 
 _MOVED = 1.25
-"""A region (a module that the plan decides about) counts as moved if it runs earlier or later within the model's forward by
-more than this factor.
+"""A region counts as moved if it runs earlier or later within the model's forward by more than this factor.
 
 Its place is the number of autograd nodes that forward made before it. The region has moved if this number is above the largest
 earlier number, or below the smallest, by more than this factor. A plan manages only modules that it decides about, so if other
@@ -21,32 +20,27 @@ _FEW_NODES = 4
 
 
 class CallOrder:
-    """Records which region (a module that the plan decides about) has run directly after which other, and how many autograd
-    nodes forward had made by then.
-    """
+    """Records which region has run directly after which other, and how many autograd nodes forward had made by then."""
 
     def __init__(self) -> None:
         self._previous = ""
         self._first_node = 0
         self._known: set[tuple[str, str]] = set()
         self._ranks: dict[str, int] = {"": -1}
-        """A mapping from a region's name to its place (0, 1, 2 …). Regions (modules that the plan decides about) are sorted by
-        their first call.
-        """
+        """A mapping from a region's name to its place (0, 1, 2 …). Regions are sorted by their first call."""
         self._nodes: dict[str, tuple[int, int]] = {}
-        """A mapping from the name of a region (a module that the plan decides about) to the smallest and the largest number of
-        autograd nodes that forward made before it.
+        """A mapping from the name of a region to the smallest and the largest number of autograd nodes that forward made before
+        it.
         """
 
     def begin_step(self) -> None:
-        """Begin a forward of the model. The next region (a module that the plan decides about) counts as its first one."""
+        """Begin a forward of the model. The next region counts as its first one."""
         self._previous = ""
         self._first_node = sequence_number()
 
     def called(self, name: str, larger: LargerCalls) -> None:
-        """Note that the region (a module that the plan decides about) ``name`` is about to run. If it has never run directly
-        after the previous region, or if it runs much earlier or later in forward than before, tell ``larger``, which reports
-        such changes.
+        """Note that the region ``name`` is about to run. If it has never run directly after the previous region, or if it runs
+        much earlier or later in forward than before, tell ``larger``, which reports such changes.
         """
         pair = (self._previous, name)
         self._previous = name

@@ -70,8 +70,7 @@ def _never(args: object, kwargs: object, result: object, known: object) -> bool:
 
 @dataclass(slots=True)
 class Junction:
-    """A node in the tree of all torch-call sequences (streams) that were recorded for one region (a module that the plan
-    decides about).
+    """A node in the tree of all torch-call sequences (streams) that were recorded for one region.
 
     The node has the torch calls that may come next. If a sequence ends here, it also has the program that handles such calls.
 
@@ -118,15 +117,15 @@ def references(tensors: Iterable[torch.Tensor | None]) -> References:
 
 
 class Alarm:
-    """Counts steps, for all regions (modules that the plan decides about) of a model. A step counts if a region made torch
-    calls that match none of its recorded calls.
+    """Counts steps, for all regions of a model. A step counts if a region made torch calls that match none of its recorded
+    calls.
 
     It is shared because a change in one region will soon affect its neighbours too.
     """
 
     def __init__(self) -> None:
         self.count = 0
-        """The number of steps that had unknown torch calls in at least one region (a module that the plan decides about)."""
+        """The number of steps that had unknown torch calls in at least one region."""
         self.has_wrong_number = False
         """Whether a tensor was rebuilt wrongly by a recipe that takes a number from each call instead of a recorded constant.
         """
@@ -138,16 +137,16 @@ class Alarm:
         self._is_raised = False
 
     def sound(self) -> None:
-        """Note that a region (a module that the plan decides about) made torch calls that match none of its recorded calls.
-        Several such calls in one step count as one.
+        """Note that a region made torch calls that match none of its recorded calls. Several such calls in one step count as
+        one.
         """
         self.count += not self._is_raised
         self._is_raised = True
 
 
 class StreamGuard(LowestMode):
-    """A function mode that checks during a call of a region (a module that the plan decides about) whether its torch calls
-    equal the torch calls that a recorded call made.
+    """A function mode that checks during a call of a region whether its torch calls equal the torch calls that a recorded call
+    made.
 
     ``root`` is the root of a tree of all recorded sequences of torch calls, which the mode follows. ``known`` are the tensors
     that exist before the call. ``saved`` is the list of cells (the objects that autograd holds instead of tensors), which grows
@@ -213,7 +212,7 @@ class StreamGuard(LowestMode):
         self, place: Junction, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, result: Any
     ) -> None:
         """Compare a torch call with all calls that may come next in a recorded sequence. If none matches, this call of the
-        region (a module that the plan decides about) counts as unknown from here on.
+        region counts as unknown from here on.
         """
         for call, matches, following in place.branches:
             if (func is call.func or func == call.func) and matches(args, kwargs, result, self._known):

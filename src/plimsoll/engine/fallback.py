@@ -13,8 +13,7 @@ from plimsoll.errors import RanksDiffer
 
 
 class Fallback:
-    """Reports calls of one region (a module that the plan decides about) that cannot use recipes (recorded ops that rebuild
-    dropped tensors).
+    """Reports calls of one region that cannot use recipes (recorded ops that rebuild dropped tensors).
 
     A call that matches no recorded call, or that cannot be recorded, keeps everything, unless it may run again in backward (see
     ``rerun``). A second run is not always safe: forward may count, draw from its own generator or append tensors to a list, and
@@ -25,7 +24,7 @@ class Fallback:
         self._name = name
 
     def say_keeps(self, reason: str) -> None:
-        """Warn that all calls of the region (a module that the plan decides about) keep everything from now on, and say why."""
+        """Warn that all calls of the region keep everything from now on, and say why."""
         warnings.warn(f"plimsoll: region {self._name!r} keeps all its activations from now on: {reason}", stacklevel=5)
 
     def say_surprise(self, guard: StreamGuard, calls: int, obstacle: str) -> None:

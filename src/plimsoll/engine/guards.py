@@ -84,8 +84,8 @@ class Entry(NamedTuple):
 
 
 class SignatureReader:
-    """Reads the state of a region (a module that the plan decides about) before a call: inputs, parameters, buffers, scalar
-    attributes, and active modes. From the state it makes the call's signature, a hashable key.
+    """Reads the state of a region before a call: inputs, parameters, buffers, scalar attributes, and active modes. From the
+    state it makes the call's signature, a hashable key.
     """
 
     def __init__(self, module: nn.Module, device_type: str) -> None:
@@ -129,14 +129,12 @@ class SignatureReader:
                 self._ties.append((twin, index))
 
     def scalars(self) -> tuple[Any, ...]:
-        """Return the current values of all attributes of the region (a module that the plan decides about) and its submodules
-        that are numbers, bools or strings.
-        """
+        """Return the current values of all attributes of the region and its submodules that are numbers, bools or strings."""
         return tuple([holder.get(name) for holder, name in self._scalars])
 
     def _sources(self) -> tuple[list[torch.Tensor | None], tuple[bool, ...]]:
-        """Return the current parameters and buffers of the region (a module that the plan decides about), and a tuple that says
-        for each whether it requires a gradient.
+        """Return the current parameters and buffers of the region, and a tuple that says for each whether it requires a
+        gradient.
 
         Raises:
             AttributeError: a parameter or buffer no longer exists.
@@ -244,8 +242,7 @@ def _shared_bases(tensors: list[torch.Tensor]) -> tuple[int, ...] | None:
 
 
 class Guard:
-    """Checks whether a call of a region (a module that the plan decides about) that has just returned saved the same tensors as
-    the recorded call.
+    """Checks whether a call of a region that has just returned saved the same tensors as the recorded call.
 
     ``node_counts`` is the range for the number of autograd nodes that such a call may create.
     """

@@ -44,8 +44,7 @@ class Restorer(Protocol):
 
 
 class Cell:
-    """The object that autograd holds in place of one saved tensor, for one call of a region (a module that the plan decides
-    about).
+    """The object that autograd holds in place of one saved tensor, for one call of a region.
 
     A cell is *open* while the region runs (``tensor`` is what autograd has saved), then *kept* (``tensor`` and ``version`` are
     set) or *dropped* (``leaves`` are the inputs of its recipe, the ops that rebuild the tensor, and ``sample`` has some of its
@@ -83,7 +82,7 @@ class Cell:
     @classmethod
     def kept(cls, tensor: torch.Tensor) -> Cell:
         """Return a new cell that keeps this tensor from the start. All other cells are kept or dropped only when the call of
-        the region (a module that the plan decides about) ends.
+        the region ends.
         """
         cell = cls(None, 0, tensor._version)
         cell.keep(tensor)
@@ -157,8 +156,7 @@ call's list of cells.
 
 
 class OpenCall:
-    """One call of a region (a module that the plan decides about) while it runs. It holds the saved tensors in the order of
-    saving (for DTensors, the local shards).
+    """One call of a region while it runs. It holds the saved tensors in the order of saving (for DTensors, the local shards).
 
     Only autograd owns cells until the region has returned. After ``end``, ``cells`` has the cells that are still alive (`GONE`
     for the others), and ``tensors`` has their tensors.
@@ -173,9 +171,7 @@ class OpenCall:
         storages: Mapping[int, torch.UntypedStorage] = MappingProxyType({}),
     ) -> None:
         self.sources = sources
-        """The parameters and buffers of the region (a module that the plan decides about) at the start of the call; ``None``
-        for one that is not set.
-        """
+        """The parameters and buffers of the region at the start of the call; ``None`` for one that is not set."""
         self.storages = storages
         """The storages, at the start of the call, of the parameters and buffers that recipes (ops that rebuild dropped tensors)
         read.
@@ -198,8 +194,8 @@ class OpenCall:
         take_states(points, ENTRY, self.states)
 
     def pack(self, tensor: torch.Tensor) -> Cell:
-        """The pack hook: hold the saved tensor until the region (a module that the plan decides about) returns, and give
-        autograd a cell (an object that can return the tensor).
+        """The pack hook: hold the saved tensor until the region returns, and give autograd a cell (an object that can return
+        the tensor).
         """
         opened = self.references
         if (
@@ -215,21 +211,21 @@ class OpenCall:
         return cell
 
     def pack_random(self, tensor: torch.Tensor) -> Cell:
-        """The pack hook of a region (a module that the plan decides about) whose random ops backward will repeat. It also
-        records the state of the random generator before such an op.
+        """The pack hook of a region whose random ops backward will repeat. It also records the state of the random generator
+        before such an op.
         """
         take_states(self._points, len(self.references), self.states)
         return self.pack(tensor)
 
     def restore(self, cell: Cell) -> torch.Tensor:
-        """Return the tensor of a cell (the object that autograd holds instead) while the region (a module that the plan decides
-        about) still runs. It is needed if forward itself runs a backward.
+        """Return the tensor of a cell (the object that autograd holds instead) while the region still runs. It is needed if
+        forward itself runs a backward.
         """
         return self.tensors[cell.index] if cell.tensor is None else cell.tensor
 
     def end(self) -> None:
         """Collect the cells (the objects that autograd holds instead of tensors) that are still alive, and their tensors. Call
-        this after the region (a module that the plan decides about) has returned.
+        this after the region has returned.
         """
         cells, tensors = self.cells, self.tensors
         for reference in self.references:

@@ -30,9 +30,7 @@ from plimsoll.tracing.recorder.storages import as_integers, same_contents
 from plimsoll.units import MIB
 
 OFTEN = 10
-"""A factor. A region (a module that the plan decides about) that runs code whose torch calls are not seen is inspected this
-many times as often as other regions.
-"""
+"""A factor. A region that runs code whose torch calls are not seen is inspected this many times as often as other regions."""
 
 
 class Inspector:
@@ -60,23 +58,19 @@ class Inspector:
         self._is_thorough = False
 
     def watch(self, regions: Sequence[str]) -> None:
-        """Set the names of the managed regions (modules that the plan decides about). They are inspected one after the other in
-        this order.
-        """
+        """Set the names of the managed regions. They are inspected one after the other in this order."""
         self._regions = regions
         self._opaque = [name for name in self._opaque if name in regions]
 
     def suspect(self, region: str) -> None:
-        """Inspect this region (a module that the plan decides about) ten times as often as others, because it runs code whose
-        torch calls are not seen (an extension, for example).
+        """Inspect this region ten times as often as others, because it runs code whose torch calls are not seen (an extension,
+        for example).
         """
         if region not in self._opaque:
             self._opaque.append(region)
 
     def begin_step(self) -> None:
-        """Start a training call of the model. If an inspection is due, choose the region (a module that the plan decides about)
-        to inspect.
-        """
+        """Start a training call of the model. If an inspection is due, choose the region to inspect."""
         self._step += 1
         self._chosen = ""
         if not self._every:
@@ -93,9 +87,7 @@ class Inspector:
 
     @contextlib.contextmanager
     def everywhere(self) -> Iterator[None]:
-        """Return a context manager. Inside its block, each call of each region (a module that the plan decides about) is
-        inspected.
-        """
+        """Return a context manager. Inside its block, each call of each region is inspected."""
         self._is_thorough = True
         try:
             yield
@@ -136,9 +128,7 @@ class Inspector:
 
 
 class Inspection:
-    """One inspected call of one region (a module that the plan decides about). It holds copies of the tensors that the call
-    dropped.
-    """
+    """One inspected call of one region. It holds copies of the tensors that the call dropped."""
 
     __slots__ = ("_copies", "_has_reported", "_inspector", "_step")
 
@@ -166,8 +156,8 @@ class Inspection:
         return copy.bring_back()
 
     def _fault(self, replay: CallReplay, slot: int, difference: Difference) -> Fault:
-        """Return a `Fault` (the description of a wrong rebuilt tensor) for the earliest wrong value of the region (a module
-        that the plan decides about), not for the value that was found first.
+        """Return a `Fault` (the description of a wrong rebuilt tensor) for the earliest wrong value of the region, not for the
+        value that was found first.
 
         Backward reads the last wrong value first. So the search begins at the start of the region and ends at the earliest
         wrong value.
@@ -228,16 +218,14 @@ PIECE_BYTES = 4 * MIB
 by piece.
 """
 _MOST_PIECES = 64
-"""The largest number of pieces for the reference copies of one region (a module that the plan decides about). It is limited
-because the program waits for each piece.
+"""The largest number of pieces for the reference copies of one region. It is limited because the program waits for each piece.
 
 With pieces of 4 MiB, a region of 1.5 GiB would have 375.
 """
 
 
 def piece_bytes(total_bytes: int) -> int:
-    """Return the size in bytes of one piece of a reference copy, for a region (a module that the plan decides about) whose
-    dropped tensors take ``total_bytes``.
+    """Return the size in bytes of one piece of a reference copy, for a region whose dropped tensors take ``total_bytes``.
 
     A piece is a small share of the dropped tensors, so that an inspected step stays within its budget.
     """

@@ -17,20 +17,17 @@ from plimsoll.tracing.torch_internals import without_torch_function
 
 
 class Listener(Protocol):
-    """Protocol of a function that is called when a region (a module that the plan decides about) gets larger inputs than
-    before, or when regions run in a new order.
-    """
+    """A function that is called when a region gets larger inputs than before, or when regions run in a new order."""
 
     def __call__(self, text: str, /, *, is_reordered: bool) -> None:
-        """Handle a report of a larger call or another order of regions (modules that the plan decides about).
+        """Handle a report of a larger call or another order of regions.
 
         ``text`` is a sentence for a warning. ``is_reordered`` says whether regions run in another order than before.
         """
 
 
 class LargerCalls:
-    """Reports calls of regions (modules that the plan decides about) with larger inputs than before, or in another order, to a
-    function (the listener).
+    """Reports calls of regions with larger inputs than before, or in another order, to a function (the listener).
 
     `plimsoll.session` sets the listener to measure such steps. Without a listener nothing is reported.
     """
@@ -39,16 +36,13 @@ class LargerCalls:
         self.listener: Listener | None = None
 
     def say(self, text: str, *, is_reordered: bool = False) -> None:
-        """Pass a sentence to the listener, if one is set. The sentence describes a larger call or a new order of regions
-        (modules that the plan decides about).
-        """
+        """Pass a sentence to the listener, if one is set. The sentence describes a larger call or a new order of regions."""
         if self.listener is not None:
             self.listener(text, is_reordered=is_reordered)
 
 
 class LargestCall:
-    """Remembers the largest call of one region (a module that the plan decides about) so far, measured by the bytes of its
-    inputs.
+    """Remembers the largest call of one region so far, measured by the bytes of its inputs.
 
     The largest bytes are stored separately for each state of the region's modules and parameters (such as training mode).
     """
@@ -58,8 +52,7 @@ class LargestCall:
         self._bytes: dict[object, int] = {}
 
     def note(self, state: object, inputs: Iterable[torch.Tensor], larger: LargerCalls) -> None:
-        """Note the inputs of a call of the region (a module that the plan decides about). Report the call if it may save more
-        bytes than all calls before it.
+        """Note the inputs of a call of the region. Report the call if it may save more bytes than all calls before it.
 
         ``state`` is hashable and identifies the state of the region's modules and parameters.
         """

@@ -39,7 +39,7 @@ from plimsoll.tracing.torch_internals import below_autograd
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shared:
-    """State that all regions (modules that the plan decides about) of one managed model share.
+    """State that all regions of one managed model share.
 
     ``links`` are the connections between regions that rebuild each other's inputs. ``inputs`` are the inputs that regions hold.
     ``packer`` encodes values or sends them over the link (to host memory or disk), ``transfers`` are the transfers under way,
@@ -66,29 +66,26 @@ class Shared:
     repeats_collectives: bool = False
     """Whether the plan allows recomputation to repeat collectives, which communicate with other ranks."""
     agree_on_service: Callable[[str, tuple[int, ...], str], None] | None = None
-    """A function that compares with other ranks how they handle a region (a module that the plan decides about) whose
-    recomputation repeats collectives. It raises if the ranks differ.
+    """A function that compares with other ranks how they handle a region whose recomputation repeats collectives. It raises if
+    the ranks differ.
 
     Its arguments are the region's name, the ranks, and a description of the service.
     """
     splits_backward: bool = False
     unmet: UnmetNames = field(default_factory=UnmetNames)
-    """Collects the names of values in the plan that no call of their region (a module that the plan decides about) makes."""
+    """Collects the names of values in the plan that no call of their region makes."""
     distrusted: set[str] = field(default_factory=set)
-    """The names of the regions (modules that the plan decides about) that have rebuilt a wrong tensor. They keep everything,
-    under each signature (shapes, dtypes and other state) and each plan.
+    """The names of the regions that have rebuilt a wrong tensor. They keep everything, under each signature (shapes, dtypes and
+    other state) and each plan.
     """
     larger: LargerCalls = field(default_factory=LargerCalls)
     order: CallOrder = field(default_factory=CallOrder)
     recording: threading.Lock = field(default_factory=threading.Lock)
-    """A lock that a thread holds while it records a region (a module that the plan decides about). Meanwhile, calls in other
-    threads keep everything.
-    """
+    """A lock that a thread holds while it records a region. Meanwhile, calls in other threads keep everything."""
 
 
 class Program:
-    """Drops, packs or keeps what calls of one region (a module that the plan decides about) saved, for calls with one signature
-    (shapes, dtypes and other state).
+    """Drops, packs or keeps what calls of one region saved, for calls with one signature (shapes, dtypes and other state).
 
     It holds all that is needed to check such calls and to rebuild their tensors. ``node_counts`` is the range for the number of
     autograd nodes that such a call may make. ``shares`` maps the name of a packed value to the payload size that the plan
@@ -146,10 +143,9 @@ class Program:
         """Drop, pack or keep each tensor that a call saved, as the plan says. The call was already checked against the recorded
         call.
 
-        ``inputs`` are the tensors that the region (a module that the plan decides about) was called with (used only if the plan
-        ``needs_inputs``), and ``versions`` are their version counters at that time. ``link`` rebuilds an input that is not
-        held, by recomputing the region that ran before. An ``examiner`` compares all rebuilt tensors of this call with
-        forward's.
+        ``inputs`` are the tensors that the region was called with (used only if the plan ``needs_inputs``), and ``versions``
+        are their version counters at that time. ``link`` rebuilds an input that is not held, by recomputing the region that ran
+        before. An ``examiner`` compares all rebuilt tensors of this call with forward's.
 
         Returns:
             True if the tensors were handled. False (and nothing was done) if an input that recipes need was modified since the
@@ -202,7 +198,7 @@ class Program:
         """Hold or copy the inputs that recomputation needs and that autograd did not save.
 
         Return a mapping from the input's id in the recorded graph to the held tensor, or ``None`` if one of the inputs was
-        modified since the region (a module that the plan decides about) was entered.
+        modified since the region was entered.
         """
         copies: dict[int, Readable] = {}
         for value, position in self.plan.unsaved_inputs:

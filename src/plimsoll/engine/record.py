@@ -200,7 +200,7 @@ class Recorded:
     reads_values: bool = False
     """Whether the call has read values of tensors, or its sizes depend on them."""
     writes_buffers: bool = False
-    """Whether the call has written to parameters or buffers of the region (a module that the plan decides about)."""
+    """Whether the call has written to parameters or buffers of the region."""
     is_misfit: bool = False
     """Whether the torch calls were known, but the call saved other tensors than the call that was recorded before."""
 
@@ -254,7 +254,7 @@ class _RecordedCall(OpenCall):
         return origin is not Origin.OP
 
     def end(self) -> None:
-        """Collect the saved tensors of the recorded call after the region (a module that the plan decides about) has returned.
+        """Collect the saved tensors of the recorded call after the region has returned.
 
         Mark tensors that autograd has already freed as unmanaged.
         """
@@ -299,8 +299,7 @@ def record_call(
     kwargs: dict[str, Any],
     shared: Shared,
 ) -> tuple[Any, Recorded]:
-    """Run the region (a module that the plan decides about) once, record its ops, and drop already in this call what the plan
-    drops.
+    """Run the region once, record its ops, and drop already in this call what the plan drops.
 
     Each op runs twice to verify that the second run gives the same bits. Return the region's output and the result of the
     recording. If ``service`` knows a program for the same torch calls, and the call saved the same tensors as the call recorded
@@ -330,7 +329,7 @@ def record_again(
     kwargs: dict[str, Any],
     shared: Shared,
 ) -> tuple[list[torch.Tensor], Recording | None]:
-    """Record the forward of a region (a module that the plan decides about) when it runs a second time, in backward.
+    """Record the forward of a region when it runs a second time, in backward.
 
     Return the tensors that it saved, by slot, and the recording. The recording is ``None`` if recipes may not repeat the ops,
     or if they communicate with other ranks, which then have to agree.
@@ -456,7 +455,7 @@ def _obstacle(call: _Watched) -> str:
 
 
 def _register(recorder: VerifyingRecorder, module: nn.Module, reader: SignatureReader) -> dict[int, ParameterSource]:
-    """Register the parameters and buffers of the region (a module that the plan decides about) with the recorder.
+    """Register the parameters and buffers of the region with the recorder.
 
     Return a mapping from value id to the source: where later calls find this parameter or buffer.
     """
@@ -585,7 +584,7 @@ def _reference(recorder: VerifyingRecorder, tensor: torch.Tensor) -> Ref | None:
 
 
 def _writes_buffers(call: _Watched) -> bool:
-    """Return whether the call has written to parameters or buffers of the region (a module that the plan decides about).
+    """Return whether the call has written to parameters or buffers of the region.
 
     Batch norm writes its running averages without declaring it.
     """

@@ -180,8 +180,8 @@ class ManagedRegion(ReplacedForward):
         return self.learning.pays() and self._shared.pace.take()
 
     def outcomes(self) -> tuple[RegionOutcome, ...]:
-        """Return how the calls of this region (a module that the plan decides about) have been handled: one outcome for each
-        signature (shapes and dtypes) and each call of a step.
+        """Return how the calls of this region have been handled: one outcome for each signature (shapes and dtypes) and each
+        call of a step.
 
         An outcome names the engine that serves the call (recipes, or keep everything), and the bytes that were and could be
         dropped.
@@ -236,7 +236,7 @@ class ManagedRegion(ReplacedForward):
         return service
 
     def _watched(self, service: Service, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run and record a call of the region (a module that the plan decides about), and return its output.
+        """Run and record a call of the region, and return its output.
 
         The call already drops what the plan drops, even if its torch calls differ from those of earlier calls.
         """
@@ -284,9 +284,7 @@ class ManagedRegion(ReplacedForward):
                 service.open(opened.stream, opened.program(service.plan, self._shared, is_linked=is_linked))
 
     def _keeping(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the region (a module that the plan decides about) so that everything that the call saves is kept, and return its
-        output.
-        """
+        """Run the region so that everything that the call saves is kept, and return its output."""
         output = self._original(*args, **kwargs)
         self._shared.transfers.leave(output)
         return output
@@ -304,8 +302,7 @@ class ManagedRegion(ReplacedForward):
             self._fallback.say_keeps(reason)
 
     def _steady(self, service: Service, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a call that looks like a recorded call (the same shapes and state), and return the output of the region (a module
-        that the plan decides about).
+        """Run a call that looks like a recorded call (the same shapes and state), and return the output of the region.
 
         The saved tensors are held until forward has returned. Then the guards check that the call did the same as the recorded
         call, and what the plan drops is dropped.

@@ -36,9 +36,7 @@ from plimsoll.tracing.torch_internals import count_holders
 
 
 class HeldInput:
-    """Holds an input of a region (a module that the plan decides about) until backward, so that recomputation can read it. It
-    is the tensor itself or a copy.
-    """
+    """Holds an input of a region until backward, so that recomputation can read it. It is the tensor itself or a copy."""
 
     __slots__ = ("__weakref__", "_version", "tensor")
 
@@ -68,7 +66,7 @@ class HeldInput:
 
 
 class HeldInputs:
-    """The inputs that regions (modules that the plan decides about) hold without a copy while forward runs.
+    """The inputs that regions hold without a copy while forward runs.
 
     After forward has once written to such an input, all inputs are copied from then on.
     """
@@ -119,8 +117,8 @@ class HeldInputs:
 
 
 class LinkedInput:
-    """Takes the place of an input that is not held. Reading it rebuilds the output of the region (a module that the plan
-    decides about) that ran before, because that output is this input.
+    """Takes the place of an input that is not held. Reading it rebuilds the output of the region that ran before, because that
+    output is this input.
     """
 
     __slots__ = ("_leaves", "_position", "_replay")
@@ -148,8 +146,8 @@ class _Offer:
 
 
 class LinkTable:
-    """A table of the outputs of the region (a module that the plan decides about) that returned last. The next region looks up
-    whether one of its inputs is such an output and need not be held.
+    """A table of the outputs of the region that returned last. The next region looks up whether one of its inputs is such an
+    output and need not be held.
 
     Regions in ``silent`` do not offer outputs: their parameters may be freed before backward (a sharded model frees what it
     gathered).
@@ -161,8 +159,8 @@ class LinkTable:
         self._offers: list[_Offer] = []
 
     def serve(self, silent: Collection[str], *, is_used: bool) -> None:
-        """Begin to work for a plan. ``is_used`` says whether the plan drops inputs of regions (modules that the plan decides
-        about) that are outputs of the region before.
+        """Begin to work for a plan. ``is_used`` says whether the plan drops inputs of regions that are outputs of the region
+        before.
         """
         self._silent, self.is_used = frozenset(silent), is_used
 
@@ -174,8 +172,8 @@ class LinkTable:
         link: LinkedInput | None,
         output: Any,
     ) -> None:
-        """Store the outputs of a region (a module that the plan decides about) that has returned, so that the next region can
-        have them rebuilt instead of holding them.
+        """Store the outputs of a region that has returned, so that the next region can have them rebuilt instead of holding
+        them.
         """
         if not self.is_used:
             return
@@ -192,22 +190,21 @@ class LinkTable:
                 self._offers.append(offer)
 
     def find(self, plan: ReplayPlan, inputs: Sequence[torch.Tensor]) -> LinkedInput | None:
-        """Return the object that rebuilds the first input of a region (a module that the plan decides about), which this plan
-        does not hold.
+        """Return the object that rebuilds the first input of a region, which this plan does not hold.
 
         Return ``None`` if the plan holds all inputs, or if the region before did not make this input.
         """
         return None if plan.choice.link is None else self.link_to(inputs[plan.link_position])
 
     def has_made_first(self, inputs: Sequence[torch.Tensor]) -> bool:
-        """Return whether the first of these arguments is an output of the region (a module that the plan decides about) that
-        ran before, so that recomputing that region rebuilds it.
+        """Return whether the first of these arguments is an output of the region that ran before, so that recomputing that
+        region rebuilds it.
         """
         return bool(self._offers and inputs) and is_plain(local_of(inputs[0])) and self.link_to(inputs[0]) is not None
 
     def link_to(self, tensor: torch.Tensor) -> LinkedInput | None:
-        """Return an object that rebuilds this tensor by recomputing the region (a module that the plan decides about) that
-        returned last. Return ``None`` if the tensor is not an output of that region.
+        """Return an object that rebuilds this tensor by recomputing the region that returned last. Return ``None`` if the
+        tensor is not an output of that region.
         """
         local = local_of(tensor)
         storage = local.untyped_storage()._cdata
@@ -222,7 +219,5 @@ class LinkTable:
         return None
 
     def clear(self) -> None:
-        """Forget the outputs of the region (a module that the plan decides about) that returned last, because a new step
-        begins.
-        """
+        """Forget the outputs of the region that returned last, because a new step begins."""
         self._offers = []

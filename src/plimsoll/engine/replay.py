@@ -49,9 +49,8 @@ class Examiner(Protocol):
 
 
 class Recipes:
-    """The compiled recipes (ops that rebuild dropped tensors) for calls of one region (a module that the plan decides about)
-    with one signature (shapes, dtypes and other state). Code is generated for each order that backward has used to read the
-    tensors.
+    """The compiled recipes (ops that rebuild dropped tensors) for calls of one region with one signature (shapes, dtypes and
+    other state). Code is generated for each order that backward has used to read the tensors.
 
     A slot is one saved tensor, numbered in the order of saving. ``halves`` holds tensors between the halves of a split
     backward, or is ``None`` if backward is not split. ``like`` are the recipes of calls with other numbers, whose backward
@@ -100,9 +99,7 @@ class Recipes:
         return bound
 
     def distrust(self) -> None:
-        """Note that a rebuilt tensor differs from forward's tensor. The region (a module that the plan decides about) keeps
-        everything from its next call on.
-        """
+        """Note that a rebuilt tensor differs from forward's tensor. The region keeps everything from its next call on."""
         self._distrusted.add(self.plan.name)
 
     def use_order(self, order: tuple[int, ...]) -> None:
@@ -134,8 +131,7 @@ class Recipes:
     def boundary_code(self) -> Code:
         """Return the code for a backward that needs this region's outputs before it reads the region's saved tensors.
 
-        This happens if the next region (a module that the plan decides about) has dropped its input, which is an output of this
-        region.
+        This happens if the next region has dropped its input, which is an output of this region.
         """
         if self._boundary is self.code:
             self._boundary = self.plan.compile((BOUNDARY, *self.code.order))
@@ -150,8 +146,7 @@ class Recipes:
         return self._solo[slot]
 
     def fail(self, slot: int) -> NoReturn:
-        """Report that a rebuilt tensor differs from forward's tensor. From now on, the region (a module that the plan decides
-        about) does not use recomputation.
+        """Report that a rebuilt tensor differs from forward's tensor. From now on, the region does not use recomputation.
 
         Raises:
             ReplayMismatch: always. The message says which op or which codec is the likely cause.
@@ -179,7 +174,7 @@ class Recipes:
 
 
 class CallReplay:
-    """Rebuilds, in backward, the tensors that one call of a region (a module that the plan decides about) has dropped.
+    """Rebuilds, in backward, the tensors that one call of a region has dropped.
 
     ``waiting`` maps the number of each dropped tensor (in the order of saving) to a weak reference to its cell, the object that
     autograd holds. If autograd has freed the cell, its tensor need not be rebuilt.
@@ -284,8 +279,8 @@ class CallReplay:
         return self._out_of_order(slot, leaves)
 
     def use_boundary(self) -> None:
-        """Note that backward will read this region's outputs before its saved tensors, because a later region (a module that
-        the plan decides about) has dropped its input, which is such an output.
+        """Note that backward will read this region's outputs before its saved tensors, because a later region has dropped its
+        input, which is such an output.
         """
         self._code = self.recipes.boundary_code()
 
@@ -371,7 +366,7 @@ class CallReplay:
     def _run(self, segment: SegmentFunction, leaves: tuple[Readable, ...], env: dict[int, torch.Tensor]) -> Any:
         """Run recorded ops as they ran in forward: below autograd, without autocast, and under forward's torch flags.
 
-        An active profiler shows these ops under the name of their region (a module that the plan decides about).
+        An active profiler shows these ops under the name of their region.
         """
         with below_autograd():
             if not (self._is_special or torch.is_grad_enabled() or is_autocast_on()):

@@ -42,9 +42,9 @@ class Sources:
     ``parameters``: the position of a parameter's value in the tuple that is read at the start of a call. ``protected``: the
     positions whose tensor must not have changed since forward, with the tensor's name. ``held``: the positions whose memory the
     call holds, each with its place. ``geometries``: sizes, strides and offset of the tensors that cells hold. ``links``: the
-    input that is rebuilt by recomputing the region (a module that the plan decides about) that ran before. ``packed``: values
-    that are held by a codec or a link (to host memory or disk); a separate step brings each of them back. ``sharded``:
-    positions of parameters that are DTensors; recipes read their local shards.
+    input that is rebuilt by recomputing the region that ran before. ``packed``: values that are held by a codec or a link (to
+    host memory or disk); a separate step brings each of them back. ``sharded``: positions of parameters that are DTensors;
+    recipes read their local shards.
     """
 
     parameters: Mapping[int, int]
@@ -58,8 +58,8 @@ class Sources:
 
 @dataclass(frozen=True, slots=True)
 class RecordedRegion:
-    """The recorded ops and values of one call of a region (a module that the plan decides about). The index in ``ops`` and in
-    ``values`` is the id in the region's graph.
+    """The recorded ops and values of one call of a region. The index in ``ops`` and in ``values`` is the id in the region's
+    graph.
     """
 
     ops: tuple[RecordedOp, ...]
@@ -74,8 +74,8 @@ class RecordedRegion:
 
 @dataclass(frozen=True, slots=True)
 class Code:
-    """Data: generated functions that rebuild the dropped tensors of one region (a module that the plan decides about). They are
-    made for one order of backward's reads.
+    """Data: generated functions that rebuild the dropped tensors of one region. They are made for one order of backward's
+    reads.
 
     ``segments`` has one function for each read of a dropped tensor, in this order. ``places`` maps a tensor's number (in the
     order of saving) to the position of its first read in ``segments``.
@@ -178,9 +178,7 @@ def _with_later_reads(schedule: Schedule, graph: RegionGraph) -> list[tuple[Segm
 
 
 class _Writer:
-    """Writes the Python source of all segments of one region (a module that the plan decides about). A segment is the function
-    that rebuilds one dropped tensor.
-    """
+    """Writes the Python source of all segments of one region. A segment is the function that rebuilds one dropped tensor."""
 
     def __init__(self, graph: RegionGraph, recording: RecordedRegion, sources: Sources) -> None:
         self._graph = graph

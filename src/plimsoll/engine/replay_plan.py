@@ -54,8 +54,8 @@ class ParameterSource:
 
 @dataclass(frozen=True, slots=True)
 class DropChoice:
-    """Data: which values of a region (a module that the plan decides about) are dropped, packed (held by a codec or a link) and
-    stored. Values are given by their ids in the region's graph.
+    """Data: which values of a region are dropped, packed (held by a codec or a link) and stored. Values are given by their ids
+    in the region's graph.
 
     ``stored`` are the value ids that stay in memory. ``obstacles`` maps a value's name to the reason why it cannot be dropped.
     """
@@ -63,8 +63,8 @@ class DropChoice:
     dropped: frozenset[int]
     stored: frozenset[int]
     link: int | None = None
-    """The value id of an input that is not held, because recomputing the region (a module that the plan decides about) that ran
-    before rebuilds it; ``None`` if all inputs are held.
+    """The value id of an input that is not held, because recomputing the region that ran before rebuilds it; ``None`` if all
+    inputs are held.
     """
     obstacles: Mapping[str, str] = field(default_factory=dict)
     packed: Mapping[int, str] = field(default_factory=dict)
@@ -84,8 +84,7 @@ def choose(
     forms: Mapping[str, str] | None = None,
     is_private: Callable[[str], bool] = lambda form: False,
 ) -> DropChoice:
-    """Return which values of a region (a module that the plan decides about) to drop, pack and store, given the names of the
-    values that a plan drops (``names``).
+    """Return which values of a region to drop, pack and store, given the names of the values that a plan drops (``names``).
 
     Values that cannot be rebuilt are kept, and ``obstacles`` of the result says why. ``links`` are inputs that recomputing the
     region before can rebuild. ``forms`` maps the name of a value to pack to the name of its codec or link (to host memory or
@@ -125,8 +124,8 @@ def choose(
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ReplayPlan:
-    """Data: what happens to each value of one region (a module that the plan decides about) in calls with one signature (shapes
-    and dtypes). Derived attributes are computed at first use and cached.
+    """Data: what happens to each value of one region in calls with one signature (shapes and dtypes). Derived attributes are
+    computed at first use and cached.
 
     ``codecs`` maps each packed value to its codec, or to ``None`` for a value that goes over the link (to host memory or disk).
     ``parameters`` are pairs of graph value and source, for all parameters and buffers that ops read. ``not_rebuildable`` maps
@@ -158,9 +157,8 @@ class ReplayPlan:
         """Return a copy of this plan with ``numbers`` filled in for the placeholders (for numbers that change from call to
         call).
 
-        ``recording`` is the recorded region (a module that the plan decides about) with the numbers filled in. Both plans share
-        everything that does not depend on numbers. The bytes and geometries in the graph still contain placeholders: use
-        ``bytes_of`` and ``geometry_of``.
+        ``recording`` is the recorded region with the numbers filled in. Both plans share everything that does not depend on
+        numbers. The bytes and geometries in the graph still contain placeholders: use ``bytes_of`` and ``geometry_of``.
         """
         for name, member in vars(ReplayPlan).items():
             if isinstance(member, cached_property):
@@ -216,8 +214,8 @@ class ReplayPlan:
 
     @cached_property
     def unsaved_inputs(self) -> tuple[tuple[int, int], ...]:
-        """The inputs of the region (a module that the plan decides about) that recomputation starts from and that autograd does
-        not save, each as a pair of value id and input position.
+        """The inputs of the region that recomputation starts from and that autograd does not save, each as a pair of value id
+        and input position.
         """
         return tuple((value, position) for value, position in self._input_of.items() if value in self._used)
 
@@ -230,8 +228,7 @@ class ReplayPlan:
 
     @cached_property
     def outside_cells(self) -> tuple[tuple[int, int], ...]:
-        """The pairs of ``needed_cells`` (value id and kept saved tensor) whose value was not made inside the region (a module
-        that the plan decides about).
+        """The pairs of ``needed_cells`` (value id and kept saved tensor) whose value was not made inside the region.
 
         Such a value may be a parameter that gets other memory before backward.
         """
@@ -246,14 +243,14 @@ class ReplayPlan:
     @cached_property
     def needs_inputs(self) -> bool:
         """Whether dropping tensors needs the call's input tensors: recomputation starts from an input, or an input is rebuilt
-        by recomputing the region (a module that the plan decides about) that ran before.
+        by recomputing the region that ran before.
         """
         return bool(self.unsaved_inputs) or self.choice.link is not None
 
     @property
     def link_position(self) -> int:
         """The position, among the region's inputs, of the input that is not held because it is rebuilt: by recomputing the
-        region (a module that the plan decides about) that ran before.
+        region that ran before.
         """
         assert self.choice.link is not None
         return int(self.graph.values[self.choice.link].name.split(":")[1])
@@ -272,8 +269,8 @@ class ReplayPlan:
 
     @cached_property
     def twins(self) -> tuple[tuple[int, int], ...]:
-        """Pairs of saved tensors (as numbers in the order of saving) that were the same tensor from outside of the region (a
-        module that the plan decides about) during recording.
+        """Pairs of saved tensors (as numbers in the order of saving) that were the same tensor from outside of the region
+        during recording.
 
         Such a tensor is read or packed only once, as the first of the pair.
         """
@@ -348,9 +345,9 @@ class ReplayPlan:
         """Return the objects that hold the stored values for rebuilding the region's outputs. Return ``None`` if the outputs
         cannot be rebuilt.
 
-        The next region (a module that the plan decides about) has the outputs rebuilt if it does not hold its input, which is
-        such an output. ``cells`` are the objects with the call's saved tensors, ``packed`` the values that are held by a codec
-        or link (to host memory or disk), and ``link`` reads the output of the region before.
+        The next region has the outputs rebuilt if it does not hold its input, which is such an output. ``cells`` are the
+        objects with the call's saved tensors, ``packed`` the values that are held by a codec or link (to host memory or disk),
+        and ``link`` reads the output of the region before.
         """
         wanted = self._boundary_values
         readable: dict[int, Readable] = {value: cells[slot] for value, slot in self._cell_of.items()}
@@ -363,23 +360,21 @@ class ReplayPlan:
 
     @property
     def activation_bytes(self) -> int:
-        """The total size in bytes of the storages that the region (a module that the plan decides about) made and autograd
-        saved. Each storage counts once.
-        """
+        """The total size in bytes of the storages that the region made and autograd saved. Each storage counts once."""
         return self._bytes_of(self._saved_values)
 
     @property
     def droppable_bytes(self) -> int:
         """The part of ``activation_bytes`` that recomputation could rebuild, bit for bit, from the inputs and parameters of the
-        region (a module that the plan decides about).
+        region.
         """
         names = frozenset(self.graph.values[v].name for v in self._saved_values)
         return self._bytes_of(choose(self.graph, names, self.not_rebuildable).dropped)
 
     @property
     def dropped_bytes(self) -> int:
-        """The total size in bytes of the storages that the region (a module that the plan decides about) made and that are
-        freed because all tensors in them are dropped.
+        """The total size in bytes of the storages that the region made and that are freed because all tensors in them are
+        dropped.
 
         Each storage counts once.
         """
@@ -395,9 +390,7 @@ class ReplayPlan:
 
     @cached_property
     def _boundary_values(self) -> tuple[int, ...] | None:
-        """The ids of the stored values for rebuilding the outputs of the region (a module that the plan decides about);
-        ``None`` if the outputs cannot be rebuilt.
-        """
+        """The ids of the stored values for rebuilding the outputs of the region; ``None`` if the outputs cannot be rebuilt."""
         dropped = frozenset(self.graph.outputs) - self.choice.stored - self.choice.packed.keys()
         try:
             schedule = build_schedule(self.graph, self.choice.stored, dropped, (BOUNDARY,), self.choice.packed)
@@ -424,8 +417,7 @@ class ReplayPlan:
         """Return the ids of the values that recomputing a dropped tensor (``slot`` is its number) reads from cells, the objects
         that hold saved tensors. Parameters are left out, because they are read elsewhere.
 
-        `BOUNDARY` in place of a number means the outputs of the region (a module that the plan decides about). For it, the
-        outputs that are held are added.
+        `BOUNDARY` in place of a number means the outputs of the region. For it, the outputs that are held are added.
         """
         held = set(self.graph.outputs) & self.choice.stored if slot == BOUNDARY else set()
         return tuple(v for v in sorted(held.union(leaves)) if v not in self._sources.parameters)
@@ -446,9 +438,7 @@ class ReplayPlan:
 
     @cached_property
     def _input_of(self) -> Mapping[int, int]:
-        """A mapping from each stored input that autograd does not save to its position among the inputs of the region (a module
-        that the plan decides about).
-        """
+        """A mapping from each stored input that autograd does not save to its position among the inputs of the region."""
         elsewhere = {*self._cell_of, *self.choice.packed, self.choice.link}
         return {
             value.id: int(value.name.split(":")[1])

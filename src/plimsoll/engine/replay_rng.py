@@ -20,8 +20,7 @@ from plimsoll.engine.capturing import refuse_capture
 from plimsoll.tracing.recorder.recorder import RecordedOp
 
 ENTRY = -1
-"""The number of the point before the first op of a region (a module that the plan decides about). A number ``k >= 0`` is the
-point where saved tensor ``k`` is saved.
+"""The number of the point before the first op of a region. A number ``k >= 0`` is the point where saved tensor ``k`` is saved.
 """
 
 StatePoints = Mapping[int, tuple[tuple[int, torch.Generator], ...]]
@@ -68,8 +67,8 @@ def take_states(points: StatePoints, at: int, states: dict[tuple[int, int], torc
 
 
 class RandomPoints:
-    """Watches the random generators while a region (a module that the plan decides about) is recorded. For each random op, it
-    finds a point of forward at which to record the generator's state, so that the op can be repeated.
+    """Watches the random generators while a region is recorded. For each random op, it finds a point of forward at which to
+    record the generator's state, so that the op can be repeated.
     """
 
     def __init__(self, generators: Sequence[torch.Generator]) -> None:

@@ -64,8 +64,7 @@ Record = Callable[[tuple[Any, ...], dict[str, Any]], list[torch.Tensor] | None]
 
 
 class Entrance:
-    """Data about a call of a region (a module that the plan decides about) before its forward: everything that a second run of
-    the forward starts from.
+    """Data about a call of a region before its forward: everything that a second run of the forward starts from.
 
     ``writes_buffers`` says whether earlier calls of the region have written to its buffers. Then copies of the small buffers
     are made now, because a second run has to start from them. They are also made if they take few bytes: this call may be the

@@ -94,8 +94,8 @@ class SentinelPolicy:
 
 
 class Sampler:
-    """Takes samples of tensors that one region (a module that the plan decides about) drops in forward (sentinels), and
-    compares them with the rebuilt tensors in backward.
+    """Takes samples of tensors that one region drops in forward (sentinels), and compares them with the rebuilt tensors in
+    backward.
 
     Two kinds of values are sampled. One kind comes back from a lossless codec or a link (to host memory or disk). The other
     kind is a sink: a rebuilt value that shows errors of earlier ops too (see ``sample_sinks``). ``like`` is the sampler of
@@ -120,7 +120,7 @@ class Sampler:
 
     def take(self, tensors: Sequence[torch.Tensor], number: int) -> dict[int, Sample]:
         """Return a sample of each tensor that is to be sampled, taken from the tensors that call number ``number`` of the
-        region (a module that the plan decides about) saved. The key is the tensor's number in the order of saving.
+        region saved. The key is the tensor's number in the order of saving.
 
         Elements are taken as integers, because bits are compared and not values. Call this below autograd.
         """
@@ -252,8 +252,7 @@ class SamplePlaces:
         """Return the sampled elements of a CPU tensor as a list of integers. ``offset`` is the storage offset where the sample
         starts.
 
-        This avoids three torch ops, which take longer than everything else in the call of a small region (a module that the
-        plan decides about).
+        This avoids three torch ops, which take longer than everything else in the call of a small region.
         """
         storage, start = tensor.untyped_storage(), offset * self.integers.itemsize
         if start + ctypes.sizeof(self.span) > storage.nbytes():

@@ -50,9 +50,7 @@ Noise = dict[str, float]
 """A mapping from value name to the squared norm of the noise that reading this value through a lossy codec has caused."""
 
 RegionKey = tuple[str, int]
-"""Identifies one call of a region (a module that the plan decides about): the region's name, and the number of the call within
-a step.
-"""
+"""Identifies one call of a region: the region's name, and the number of the call within a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +70,7 @@ class Seen:
 
     ``count`` is the number of elements. Two numbers say what noise in the value does, both per squared unit of the value's
     noise. ``parameter_error`` is the squared error of the region's parameter gradients. ``flow_error`` is the squared relative
-    error of the gradient that leaves the region (a module that the plan decides about). ``readers`` are the names of the
-    autograd nodes that read the value.
+    error of the gradient that leaves the region. ``readers`` are the names of the autograd nodes that read the value.
     """
 
     dtype: torch.dtype
@@ -85,8 +82,8 @@ class Seen:
 
 
 class Sensor:
-    """Measures, in one step, what lossy codecs would do to the values that each region (a module that the plan decides about)
-    saves. It works until ``close`` is called.
+    """Measures, in one step, what lossy codecs would do to the values that each region saves. It works until ``close`` is
+    called.
 
     In the calls in ``sampled``, it tries codecs on saved values and, if ``wants_sensitivity``, follows their noise through
     backward.
@@ -141,7 +138,7 @@ class Sensor:
         output: Any,
         first_node: int,
     ) -> None:
-        """Measure the saved values of a region (a module that the plan decides about) whose forward has just returned.
+        """Measure the saved values of a region whose forward has just returned.
 
         ``tensors`` are its saved tensors, in the order of saving. ``first_node`` is the sequence number of the region's first
         autograd node.
@@ -165,9 +162,7 @@ class Sensor:
         self._trackers[key] = NoiseTracker(output, first_node, self._reference)
 
     def unpack(self, name: str, call: int) -> Callable[[Cell], torch.Tensor]:
-        """Return the unpack hook for one call of a region (a module that the plan decides about): it returns the saved tensor,
-        or in a measurement a lossy copy.
-        """
+        """Return the unpack hook for one call of a region: it returns the saved tensor, or in a measurement a lossy copy."""
         key = (name, call)
 
         def unpack(cell: Cell) -> torch.Tensor:
@@ -195,7 +190,7 @@ class Sensor:
 
     def close(self) -> None:
         """End the measurement after backward: store, for each value, the noise that reached the region's parameters and the
-        noise that left the region (a module that the plan decides about). Release the autograd graph.
+        noise that left the region. Release the autograd graph.
         """
         for key, tracker in self._trackers.items():
             for name, arrived in tracker.close().items():
@@ -248,8 +243,7 @@ class Arrived:
     """Data: how much noise in gradients one value has caused, per squared unit of the value's relative noise.
 
     ``at_parameters`` is the squared norm of the noise at the region's parameters. ``further_up`` is the squared norm of the
-    noise in the gradient that leaves the region (a module that the plan decides about), divided by the squared norm of this
-    gradient.
+    noise in the gradient that leaves the region, divided by the squared norm of this gradient.
     """
 
     at_parameters: float = 0.0
@@ -257,8 +251,7 @@ class Arrived:
 
 
 class NoiseTracker:
-    """Follows the noise of lossy values through the backward of one region (a module that the plan decides about), from node to
-    node.
+    """Follows the noise of lossy values through the backward of one region, from node to node.
 
     The noise begins where a value is read through the ``reference`` codec.
     """
@@ -278,8 +271,8 @@ class NoiseTracker:
             self._handles.append(node.register_hook(functools.partial(self._pass_on, node)))
 
     def read(self, name: str, value: torch.Tensor) -> torch.Tensor:
-        """Return what an autograd node of this region (a module that the plan decides about) reads for a saved tensor: the
-        tensor itself, or in a trial its lossy copy.
+        """Return what an autograd node of this region reads for a saved tensor: the tensor itself, or in a trial its lossy
+        copy.
         """
         return value if self._trial is None else self._trial.read(name, value)
 
@@ -294,7 +287,7 @@ class NoiseTracker:
 
     def close(self) -> dict[str, Arrived]:
         """Release autograd's graph. Return, for each value name, the noise that reached parameters and the noise that left the
-        region (a module that the plan decides about).
+        region.
         """
         for handle in self._handles:
             handle.remove()
@@ -303,7 +296,7 @@ class NoiseTracker:
         return self.arrived
 
     def _nodes(self, output: Any) -> Iterator[Any]:
-        """Yield the autograd nodes of the region (a module that the plan decides about).
+        """Yield the autograd nodes of the region.
 
         Hooks that only add up noise are registered on the nodes just outside of the region.
         """
@@ -374,8 +367,8 @@ class NoiseTracker:
                     entry[name] = entry.get(name, 0.0) + squared
 
     def _leave(self, node: Any, gradients: Gradients) -> None:
-        """Hook that runs before a node outside of the region (a module that the plan decides about): count the noise that
-        arrives there, relative to the gradient that leaves the region.
+        """Hook that runs before a node outside of the region: count the noise that arrives there, relative to the gradient that
+        leaves the region.
         """
         for name, share in self._relative_noise(node, gradients).items():
             self._arrival(name).further_up += share

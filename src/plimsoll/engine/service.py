@@ -36,8 +36,8 @@ FIRST_WATCH = 16
 Each further surprise multiplies the number by 4.
 """
 LEAST_WATCH = 3
-"""How many calls of a region (a module that the plan decides about) that reads values of tensors are recorded. Three recordings
-show which numbers come from these values.
+"""How many calls of a region that reads values of tensors are recorded. Three recordings show which numbers come from these
+values.
 """
 MAX_IDLE_CHANGES = 3
 """How many changes in a row of scalar attributes (such as counters) lead to a new recording although the torch calls stay the
@@ -48,8 +48,8 @@ After this many, such changes no longer lead to a recording.
 
 
 class Service:
-    """Decides how calls of one region (a module that the plan decides about) with one signature (shapes, dtypes and other
-    state) are handled under a plan, and holds the programs that rebuild their dropped tensors.
+    """Decides how calls of one region with one signature (shapes, dtypes and other state) are handled under a plan, and holds
+    the programs that rebuild their dropped tensors.
 
     ``engine`` says how: with recipes (recorded ops run again), or everything kept. If something is kept because it cannot be
     rebuilt, ``reason`` says why. ``learning`` counts the recordings of the region under all its signatures.
@@ -61,8 +61,8 @@ class Service:
         self.engine = Engine.RECIPE
         self.reason = ""
         self.last_call = 0
-        """When this service handled its last call, as a number on the region's clock. The region (a module that the plan
-        decides about) discards the service with the oldest call first.
+        """When this service handled its last call, as a number on the region's clock. The region discards the service with the
+        oldest call first.
         """
         self._misfits = 0
         self.known = Junction()
@@ -90,9 +90,7 @@ class Service:
         tensors that it saved, match no recording.
         """
         self.obstacle = ""
-        """The reason why backward may not run the forward of any call of this region (a module that the plan decides about)
-        again, or "".
-        """
+        """The reason why backward may not run the forward of any call of this region again, or ""."""
         self.may_learn = True
         """Whether a forward that backward runs again can be recorded at that time."""
         self.reruns = 0
@@ -116,7 +114,7 @@ class Service:
         return [*self._programs.values(), *(each.latest for each in self._open.values())]
 
     def is_watched(self, scalars: Callable[[], tuple[Any, ...]]) -> bool:
-        """Return whether the call of the region (a module that the plan decides about) that begins now shall be recorded.
+        """Return whether the call of the region that begins now shall be recorded.
 
         This is so if a recent call of the model made an unknown sequence of torch calls, or if a scalar attribute of the
         region's modules has changed. ``scalars`` returns these attributes.
@@ -197,8 +195,8 @@ class Service:
         self.needs_inputs = any(each.plan.needs_inputs for each in programs)
 
     def follow(self, other: Service) -> None:
-        """Take over the number of calls that are still to be recorded from ``other``, the service of the same region (a module
-        that the plan decides about) that was called last.
+        """Take over the number of calls that are still to be recorded from ``other``, the service of the same region that was
+        called last.
         """
         self._watch, self._heard = other._watch, other._heard
         self._scalars, self._idle_changes = other._scalars, other._idle_changes
@@ -231,8 +229,7 @@ class Service:
         return self.reads_values and self.may_rerun and not self.obstacle
 
     def resume(self, other: Service) -> None:
-        """Take over from the service of the last call of the region (a module that the plan decides about) what is known about
-        reading values of tensors.
+        """Take over from the service of the last call of the region what is known about reading values of tensors.
 
         Regions whose inputs have other sizes in each call need a service for each of them.
         """
@@ -256,8 +253,8 @@ class Service:
         """Call the region's forward under the guard, the mode that compares torch calls with recorded ones, and return its
         output.
 
-        If the region (a module that the plan decides about) calls operators that take functions, run them eagerly: such
-        operators compile themselves when they are called, and Dynamo cannot trace through the guard.
+        If the region calls operators that take functions, run them eagerly: such operators compile themselves when they are
+        called, and Dynamo cannot trace through the guard.
         """
         if not self._is_self_compiling:
             return forward(*args, **kwargs)

@@ -225,8 +225,7 @@ class RegionPacker:
         """
 
     def pack(self, call: OpenCall, number: int) -> dict[int, Readable]:
-        """Encode or send values that call number ``number`` of the region (a module that the plan decides about) saved, and
-        free the original of each at once.
+        """Encode or send values that call number ``number`` of the region saved, and free the original of each at once.
 
         Return a mapping from value id to the object that is held instead.
         """

@@ -52,7 +52,7 @@ The reason: two of them at the same time could be the peak of memory.
 
 
 class VerifyingRecorder(OpRecorder):
-    """Records the ops of a region (a module that the plan decides about), and verifies that each can be repeated.
+    """Records the ops of a region, and verifies that each can be repeated.
 
     An op in its log without an ``obstacle`` has been shown to be repeatable.
     """
@@ -71,8 +71,8 @@ class VerifyingRecorder(OpRecorder):
         self.note_size: Callable[[], None] = lambda: None
         """Called before an op whose results have sizes that depend on the contents of its arguments."""
         self.is_flagged: Callable[[], bool] = lambda: False
-        """A function that returns whether torch's flags differ from those at the start of the region (a module that the plan
-        decides about). Backward restores the flags of the start when it runs ops again.
+        """A function that returns whether torch's flags differ from those at the start of the region. Backward restores the
+        flags of the start when it runs ops again.
         """
         self.is_rewritten = may_change_numbers()
         """Whether modes of the user are active that may change ops.
@@ -93,7 +93,7 @@ class VerifyingRecorder(OpRecorder):
         self._unset_outputs: tuple[int, ...] = ()
 
     def mark_outside(self) -> None:
-        """Mark all storages that are known so far as memory from before the region (a module that the plan decides about)."""
+        """Mark all storages that are known so far as memory from before the region."""
         self._outside = set(range(len(self.table)))
 
     def __torch_dispatch__(
@@ -197,8 +197,7 @@ class VerifyingRecorder(OpRecorder):
     def _let_go(self, storage: int) -> None:
         """Mark the ops that read this storage as not repeatable, because its memory may be gone when backward runs them again.
 
-        It belongs to a parameter that was gathered inside the region (a module that the plan decides about) and freed again
-        (FSDP2).
+        It belongs to a parameter that was gathered inside the region and freed again (FSDP2).
         """
         for op in self.ops:
             if any(self.values[read].storage == storage for read in op.reads):
@@ -227,9 +226,7 @@ class VerifyingRecorder(OpRecorder):
                 self.not_rebuildable[value] = "part of it was never written"
 
     def _remember(self, op: RecordedOp, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        """Store fingerprints of the memory that an op made or wrote. Memory from before the region (a module that the plan
-        decides about) is not watched.
-        """
+        """Store fingerprints of the memory that an op made or wrote. Memory from before the region is not watched."""
         written = {self.values[value].storage for value in op.writes} - self._outside
         for tensor in tree_leaves((out, args, kwargs)):
             if written and isinstance(tensor, torch.Tensor) and is_plain(tensor):

@@ -27,14 +27,14 @@ from plimsoll.planning.replay_schedule import recipe_ops
 from plimsoll.planning.step import RegionView, StepIndex, provider_of
 
 Packed = frozenset[tuple[int, str]]
-"""A set of pairs (value, form). The value is an id in the graph of a region (module call). The form is the name of the codec
-that compresses the value, or of the link (to host memory or disk) that offloads it.
+"""A set of pairs (value, form). The value is an id in the graph of a region. The form is the name of the codec that compresses
+the value, or of the link (to host memory or disk) that offloads it.
 """
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Data: what one region (module call) does with its saved values.
+    """Data: what one region does with its saved values.
 
     ``kept`` values are held unchanged, ``packed`` values in another form (compressed or offloaded). All other values that can
     be rebuilt are rebuilt in backward. With ``is_boundary_dropped`` the region's input is not held either: the region before
@@ -69,8 +69,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Data: limits on the gradient error and on the offloaded bytes of all regions (module calls) together. Memory is limited
-    elsewhere.
+    """Data: limits on the gradient error and on the offloaded bytes of all regions together. Memory is limited elsewhere.
 
     ``squared_error`` limits the square of the relative gradient error. ``link_bytes`` limits the offloaded bytes; ``None`` if
     they are not limited.
@@ -99,18 +98,18 @@ class Limits:
 def forms_of(view: RegionView, choice: Choice) -> list[Form]:
     """Return a list with the form (codec or link to host memory or disk) of each value that a choice compresses or offloads.
 
-    A choice says what a region (module call) does with its saved values.
+    A choice says what a region does with its saved values.
     """
     return [view.form(value, name) for value, name in choice.packed]
 
 
 def link_bytes(view: RegionView, choice: Choice) -> int:
-    """Return the bytes that the offloaded values of a region (module call) take in host memory or on disk."""
+    """Return the bytes that the offloaded values of a region take in host memory or on disk."""
     return sum(form.link_bytes for form in forms_of(view, choice))
 
 
 def packing_seconds(index: StepIndex, view: RegionView, choice: Choice) -> float:
-    """Return the seconds per step that the compressed and offloaded values of a region (module call) add.
+    """Return the seconds per step that the compressed and offloaded values of a region add.
 
     They are the seconds to encode and decode values, and to wait for the link (to host memory or disk).
     """
@@ -147,8 +146,7 @@ def choice_error(view: RegionView, choice: Choice) -> float:
 
 
 def step_error(index: StepIndex, choices: Sequence[Choice], linked: Mapping[int, frozenset[int]]) -> float:
-    """Return the squared relative gradient error that the compressed and offloaded values of all regions (module calls) should
-    cause.
+    """Return the squared relative gradient error that the compressed and offloaded values of all regions should cause.
 
     ``choices`` has one choice (what to keep or recompute) for each region. ``linked`` maps each region whose input is dropped
     to the ids of the input values that are not held.
@@ -159,7 +157,7 @@ def step_error(index: StepIndex, choices: Sequence[Choice], linked: Mapping[int,
 def with_lossy_input(
     index: StepIndex, choices: Sequence[Choice], linked: Mapping[int, frozenset[int]]
 ) -> frozenset[int]:
-    """Return the positions of the regions (module calls) whose dropped input is rebuilt from values that are stored with loss.
+    """Return the positions of the regions whose dropped input is rebuilt from values that are stored with loss.
 
     Arguments are as for `step_error`.
     """
@@ -180,7 +178,7 @@ def _noises(index: StepIndex, choices: Sequence[Choice], linked: Mapping[int, fr
 
 
 def form_error(view: RegionView, choice: Choice, value: int) -> float:
-    """Return the relative gradient error that one value of a region (module call) adds because a codec stores it with loss.
+    """Return the relative gradient error that one value of a region adds because a codec stores it with loss.
 
     The error comes from the saved tensors (slots) that hold the value, and from all values that are rebuilt from the value.
     """

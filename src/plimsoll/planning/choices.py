@@ -59,7 +59,7 @@ _PAIRED_VALUES = 10
 
 @dataclass(frozen=True, slots=True)
 class ChoiceSet:
-    """Data: all choices (what to keep or recompute) of one region (module call), with the memory and time of each.
+    """Data: all choices (what to keep or recompute) of one region, with the memory and time of each.
 
     These are its ``effects``. Regions that are alike share one set. With ``is_complete``, every possible choice that is missing
     has the same effect as one in the set, or is worse. All effects are then exact.
@@ -71,7 +71,7 @@ class ChoiceSet:
 
 
 def prices_of(index: StepIndex, view: RegionView) -> Prices:
-    """Return the bytes that holding each value of a region (module call) costs, and the seconds to run each op again.
+    """Return the bytes that holding each value of a region costs, and the seconds to run each op again.
 
     The minimum cut of the module ``cut`` weighs them against each other.
     """
@@ -85,7 +85,7 @@ def generate_choices(
     most_squared_error: float = 0.0,
     known: dict[Hashable, ChoiceSet] | None = None,
 ) -> tuple[ChoiceSet, ...]:
-    """Return, for each region (module call) of a step, the set of its choices (what to keep or recompute).
+    """Return, for each region of a step, the set of its choices (what to keep or recompute).
 
     The sets are in the order of regions; regions that are alike share one set.
 

@@ -69,10 +69,9 @@ class Mode:
 class Prices:
     """Data: what one region's decisions cost, apart from the price of a byte. A minimum cut weighs these costs.
 
-    ``op_seconds`` has, for each op of the region (module call), the seconds to run it again. ``held_bytes`` maps each value
-    that can be stored to the bytes that holding it adds: the values that are decided about, and the inputs that are copied.
-    ``modes`` maps values to their additional forms (compressed or offloaded). ``error_price`` is in seconds per squared
-    relative error.
+    ``op_seconds`` has, for each op of the region, the seconds to run it again. ``held_bytes`` maps each value that can be
+    stored to the bytes that holding it adds: the values that are decided about, and the inputs that are copied. ``modes`` maps
+    values to their additional forms (compressed or offloaded). ``error_price`` is in seconds per squared relative error.
     """
 
     held_bytes: dict[int, float]
@@ -112,8 +111,7 @@ SOURCE, SINK = 0, 1
 
 
 class Network:
-    """The graph whose minimum cut says what a region (module call) should keep: edge ``e`` goes from ``tails[e]`` to
-    ``heads[e]``.
+    """The graph whose minimum cut says what a region should keep: edge ``e`` goes from ``tails[e]`` to ``heads[e]``.
 
     The graph is the same for all prices; only the ``capacities`` of its edges differ.
     """
@@ -226,7 +224,7 @@ class Network:
 
 
 class Offers:
-    """The ways to hold the values of one region (module call), in tables of bytes and seconds with a row for each value.
+    """The ways to hold the values of one region, in tables of bytes and seconds with a row for each value.
 
     Each column is a way. The first way holds the value unchanged; it costs infinity if the value cannot be stored. The other
     ways are the value's forms (compressed, offloaded). Forms that serve only the saved tensors of the value itself have
@@ -276,8 +274,7 @@ class Offers:
 
 
 def solve_cuts(network: Network, requests: Sequence[tuple[Offers, Floats]]) -> list[list[Cut]]:
-    """Return the cheapest choices (what to keep, to pack and to recompute) of one region (module call) at many prices of a
-    byte.
+    """Return the cheapest choices (what to keep, to pack and to recompute) of one region at many prices of a byte.
 
     Args:
         network: the region's network.

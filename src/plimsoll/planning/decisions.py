@@ -23,7 +23,7 @@ from plimsoll.units import MIB, format_seconds
 
 
 def decide(simulation: Simulation, prices_seconds_per_byte: Sequence[float]) -> tuple[RegionPlan, ...]:
-    """Return the decisions of a simulated step, as one `RegionPlan` for each region (module call).
+    """Return the decisions of a simulated step, as one `RegionPlan` for each region.
 
     Args:
         simulation: the step under its choices (what to keep or recompute).
@@ -69,7 +69,7 @@ def write_plan(simulation: Simulation, baseline: Simulation, strategy: str, regi
         simulation: the step under its choices (what to keep or recompute).
         baseline: the same step with everything kept.
         strategy: the name of the strategy that made the choices.
-        region_prices: for each region (module call), the seconds per step that one held byte costs, as for ``decide``.
+        region_prices: for each region, the seconds per step that one held byte costs, as for ``decide``.
     """
     trace, costs = simulation.index.trace, simulation.index.costs
     curves, held = category_curves(simulation), held_for_backward(baseline)

@@ -272,7 +272,7 @@ class _Log:
     def storages(self, replays: StepReplays) -> None:
         """Record the allocation and release of each storage of the trace, parameters first.
 
-        A storage lives as long as the trace holds it or a region (module call) holds it for backward.
+        A storage lives as long as the trace holds it or a region holds it for backward.
         """
         for storage in sorted(self.index.trace.storages, key=_place_at_start):
             is_state = storage.born < 0 and storage.category is not Category.INPUT
@@ -305,7 +305,7 @@ class _Log:
     def rebuilt(self, outcome: Replay) -> None:
         """Record the buffers that one recomputation allocates and releases, in order.
 
-        It may be the recomputation of several regions (module calls), if one of them drops an input that another one rebuilds.
+        It may be the recomputation of several regions, if one of them drops an input that another one rebuilds.
         """
         first = self.blocks
         for buffer in outcome.buffers:

@@ -17,7 +17,7 @@ from plimsoll.planning.step import Ints, RegionView, Span, StepIndex, merge, slo
 
 @dataclass(frozen=True, slots=True)
 class RegionFrame:
-    """Data: when one region (module call) runs, in instants: its forward ``[entry, exit)``, and its backward ``[start, stop)``.
+    """Data: when one region runs, in instants: its forward ``[entry, exit)``, and its backward ``[start, stop)``.
 
     An instant is a moment before or during an op. The backward ends when the last of the region's saved tensors is released,
     which may be late.
@@ -36,7 +36,7 @@ class Relief(NamedTuple):
     They are in memory then under any plan. A negative size means that the choice adds more then.
 
     Start and stop count from the end of the region's forward, or, with ``is_before_backward``, from the start of its backward.
-    The time between these two differs between regions (module calls) that are alike.
+    The time between these two differs between regions that are alike.
     """
 
     start: int
@@ -56,8 +56,8 @@ class Relief(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Effect:
-    """Data: what one choice (what to keep or recompute) of one region (module call) adds to the bytes that no decision changes,
-    and to the step's time.
+    """Data: what one choice (what to keep or recompute) of one region adds to the bytes that no decision changes, and to the
+    step's time.
 
     ``copied_bytes`` are added from the region's first instant on, and ``exit_bytes`` in addition at the last instant of its
     forward. ``retained_bytes`` (copies included) are added between its forward and its backward, and ``backward`` has the bytes
@@ -81,7 +81,7 @@ class Effect:
 
 
 def frame_of(index: StepIndex, view: RegionView) -> RegionFrame:
-    """Return when a region (module call) runs in its step: the instants of the region's forward and backward.
+    """Return when a region runs in its step: the instants of the region's forward and backward.
 
     An instant is a moment before or during an op.
     """
@@ -93,7 +93,7 @@ def frame_of(index: StepIndex, view: RegionView) -> RegionFrame:
 
 
 def own_cover(index: StepIndex, frame: RegionFrame, storage: int) -> list[Span]:
-    """Return the spans of instants at which a storage is alive under any plan, within the time of one region (module call).
+    """Return the spans of instants at which a storage is alive under any plan, within the time of one region.
 
     This time is from the end of the region's forward to the end of its backward.
     """
@@ -101,12 +101,12 @@ def own_cover(index: StepIndex, frame: RegionFrame, storage: int) -> list[Span]:
 
 
 def is_between(frame: RegionFrame, spans: list[Span]) -> bool:
-    """Return True if one of the spans covers all the time between the forward and the backward of a region (module call)."""
+    """Return True if one of the spans covers all the time between the forward and the backward of a region."""
     return any(a <= frame.exit and b >= frame.start for a, b in spans)
 
 
 def relief_spans(index: StepIndex, frame: RegionFrame, storage: int) -> list[Span]:
-    """Return the spans, between forward and backward of a region (module call), at which a storage is alive under any plan.
+    """Return the spans, between forward and backward of a region, at which a storage is alive under any plan.
 
     Holding the storage then adds no bytes. The result is empty if the storage is alive all that time.
     """
@@ -115,8 +115,8 @@ def relief_spans(index: StepIndex, frame: RegionFrame, storage: int) -> list[Spa
 
 
 def likeness(index: StepIndex, view: RegionView) -> Hashable:
-    """Return a key that is equal for two regions (module calls) if equal choices (what to keep or recompute) add equal memory
-    and time in both.
+    """Return a key that is equal for two regions if equal choices (what to keep or recompute) add equal memory and time in
+    both.
 
     So the effects of choices have to be measured only once for such regions.
     """
@@ -141,15 +141,13 @@ def likeness(index: StepIndex, view: RegionView) -> Hashable:
 
 
 def program(view: RegionView) -> Hashable:
-    """Return a key that is equal for two regions (module calls) if they run the same ops at the same costs and decide about
-    equal values.
-    """
+    """Return a key that is equal for two regions if they run the same ops at the same costs and decide about equal values."""
     return structure(view), tuple(op.cost_key for op in view.graph.ops)
 
 
 def structure(view: RegionView) -> Hashable:
-    """Return a key that is equal for two regions (module calls) if they have the same possible choices (what to keep or
-    recompute), whatever the choices cost.
+    """Return a key that is equal for two regions if they have the same possible choices (what to keep or recompute), whatever
+    the choices cost.
     """
     graph = view.graph
     ops = tuple((op.reads, op.writes, op.obstacle) for op in graph.ops)
@@ -177,8 +175,7 @@ def _windows(index: StepIndex, view: RegionView) -> Hashable:
 
 
 def held_bytes(index: StepIndex, view: RegionView) -> dict[int, int]:
-    """Return a mapping from each value of a region (module call) to the bytes that holding it adds between forward and
-    backward.
+    """Return a mapping from each value of a region to the bytes that holding it adds between forward and backward.
 
     It contains the values that are decided about, and the inputs that would be copied. An input that forward does not write to
     any more adds 0 here: it is held without a copy, and other regions may hold it too.

@@ -204,7 +204,7 @@ def worth(price: float) -> str:
 
 
 def why_kept(view: RegionView, value: int) -> str:
-    """Return a text with the reason why one value of a region (module call) is kept under every plan."""
+    """Return a text with the reason why one value of a region is kept under every plan."""
     if view.call.obstacle:
         return f"the region is not managed: {view.call.obstacle}"
     entry = view.graph.values[value]

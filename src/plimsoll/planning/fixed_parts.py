@@ -56,9 +56,7 @@ def fixed_parts(index: StepIndex, held: tuple[Storage, ...]) -> tuple[FixedPart,
 
 
 def notes_about_plans(baseline: Simulation) -> tuple[str, ...]:
-    """Return sentences that say what every plan of a model keeps, if that is much, and which regions (module calls) read values
-    of tensors.
-    """
+    """Return sentences that say what every plan of a model keeps, if that is much, and which regions read values of tensors."""
     held = held_for_backward(baseline)
     regions_of: dict[str, dict[str, None]] = {}
     for view in baseline.index.views:

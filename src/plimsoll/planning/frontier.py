@@ -54,7 +54,7 @@ full."""
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Data: a lower bound of the seconds that a region (module call) adds, for each of its choices (what to keep or recompute).
+    """Data: a lower bound of the seconds that a region adds, for each of its choices (what to keep or recompute).
 
     ``seconds >= value_seconds - price · bytes - error price · error² - link price · bytes sent``
     """
@@ -67,8 +67,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Hull:
-    """Data: a lower convex hull of the choices (what to keep or recompute) of a region (module call), by bytes held and seconds
-    added.
+    """Data: a lower convex hull of the choices (what to keep or recompute) of a region, by bytes held and seconds added.
 
     It has the choices at the hull's vertices, most bytes first, and lines: lower bounds of seconds that hold for all choices.
     """
@@ -78,8 +77,7 @@ class Hull:
 
 
 class Sweeper:
-    """Finds lower convex hulls (bytes held, seconds) for one region (module call), and for regions with the same graph and
-    costs.
+    """Finds lower convex hulls (bytes held, seconds) for one region, and for regions with the same graph and costs.
 
     Each hull is the result of a sweep, a search at many prices of a byte. Hulls are cached.
     """
@@ -179,8 +177,7 @@ def _steps(prices: Prices) -> list[float]:
 
 
 def modes_of(view: RegionView) -> dict[int, tuple[Mode, ...]]:
-    """Return a mapping from values of a region (module call) to the forms (codecs, links) that a minimum cut may choose for
-    them.
+    """Return a mapping from values of a region to the forms (codecs, links) that a minimum cut may choose for them.
 
     Transfers count as hidden by compute, so their seconds are left out. Forms with an infinite error are left out too.
     """
@@ -211,8 +208,8 @@ class Sweep:
     def lines(self, lines: Iterable[Line]) -> Iterator[Line]:
         """Yield the lines that this sweep found, changed to hold for all choices.
 
-        A line is a lower bound of the seconds that a region (module call) adds. A price on error makes the lines valid also for
-        choices with forms (codecs, offloading) that the sweep's prices leave out.
+        A line is a lower bound of the seconds that a region adds. A price on error makes the lines valid also for choices with
+        forms (codecs, offloading) that the sweep's prices leave out.
         """
         for line in lines:
             yield Line(
@@ -230,7 +227,7 @@ def packing_sweeps(prices: Prices, squared_error: float) -> Iterator[Sweep]:
 
     Args:
         prices: the prices with all forms, and without a price on error.
-        squared_error: the squared error that one region (module call) may spend.
+        squared_error: the squared error that one region may spend.
     """
     modes = [(value, mode) for value, found in prices.modes.items() for mode in found]
     lossy = {(value, mode.form): mode.squared_error for value, mode in modes if mode.squared_error}
@@ -258,7 +255,7 @@ def _charge(prices: Prices, link_share: float) -> dict[int, tuple[Mode, ...]]:
 
 
 def limit_offload(index: StepIndex, view: RegionView, prices: Prices) -> Iterator[Prices]:
-    """Yield variants of the prices of a region (module call) that allow offloading only for as many values as compute can hide.
+    """Yield variants of the prices of a region that allow offloading only for as many values as compute can hide.
 
     Values are taken in one of two orders: the largest first, or those that are dearest to recompute (per byte) first.
     """

@@ -82,9 +82,9 @@ join at a time. The optimum is the same as with all choices from the start, in a
 class Selection:
     """Data: the result of one run of the solver.
 
-    ``effects`` has the choice (what to keep or recompute) taken for each region (module call), with its memory and time;
-    ``None`` if the solver found no combination. ``lower_value`` is a proven lower bound of the minimised number (seconds added
-    to the step, or bytes of the peak). ``is_finished`` is False if the time ran out.
+    ``effects`` has the choice (what to keep or recompute) taken for each region, with its memory and time; ``None`` if the
+    solver found no combination. ``lower_value`` is a proven lower bound of the minimised number (seconds added to the step, or
+    bytes of the peak). ``is_finished`` is False if the time ran out.
     """
 
     effects: tuple[Effect, ...] | None
@@ -94,7 +94,7 @@ class Selection:
 
 @dataclass(frozen=True, slots=True)
 class Relaxed:
-    """Data: the optimum of the relaxed program, which may mix choices (what to keep or recompute) of one region (module call).
+    """Data: the optimum of the relaxed program, which may mix choices (what to keep or recompute) of one region.
 
     ``shares`` has, for each choice of each region in one row, its share in the mix. ``window_prices`` has, for each window (a
     stretch of the step), the seconds per step that one more byte in it would save (the duals of row 4). ``reduced_seconds``
@@ -108,8 +108,8 @@ class Relaxed:
 
 
 class ChoiceProblem:
-    """The mixed-integer program that picks one choice (what to keep or recompute) for each region (module call) of a step. It
-    is built once, for many budgets.
+    """The mixed-integer program that picks one choice (what to keep or recompute) for each region of a step. It is built once,
+    for many budgets.
     """
 
     def __init__(

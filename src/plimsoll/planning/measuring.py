@@ -43,7 +43,7 @@ So the memory in the middle of several releases never counts as the peak.
 
 
 class Measuring:
-    """Computes the memory and time that choices of one region (module call) add to the step, for many choices at a time.
+    """Computes the memory and time that choices of one region add to the step, for many choices at a time.
 
     The object holds all that does not depend on the choice. A choice says which saved values are kept, recomputed or packed
     (compressed or offloaded).

@@ -129,7 +129,7 @@ _NAMES_WITHOUT_OP = ("input", "scaled_dot_product_attention")
 
 
 def pin_values(index: StepIndex, overrides: Sequence[Override]) -> StepIndex:
-    """Return a copy of the step with the user's decisions recorded as ``pins`` of the regions (module calls).
+    """Return a copy of the step with the user's decisions recorded as ``pins`` of the regions.
 
     Raises:
         InvalidStrategy: an override matches no value, or demands what a value cannot do.
@@ -154,8 +154,8 @@ def pin_values(index: StepIndex, overrides: Sequence[Override]) -> StepIndex:
 
 
 def _pins_of(view: RegionView, overrides: Sequence[Override]) -> dict[int, str]:
-    """Return a mapping from values of a region (module call) to the user's demands: ``KEEP``, ``RECOMPUTE`` or the name of a
-    form (codec or offload).
+    """Return a mapping from values of a region to the user's demands: ``KEEP``, ``RECOMPUTE`` or the name of a form (codec or
+    offload).
 
     If several overrides match a value, the last one applies.
 
@@ -215,8 +215,7 @@ def pinned(view: RegionView, choice: Choice) -> Choice:
 
 
 def pin_choices(index: StepIndex, choices: Sequence[Choice]) -> tuple[Choice, ...]:
-    """Return a copy of the choices (what to keep or recompute), one for each region (module call), that follows the user's
-    decisions (pins).
+    """Return a copy of the choices (what to keep or recompute), one for each region, that follows the user's decisions (pins).
 
     If a choice drops the region's input and an override decides about this input, the input is held.
     """

@@ -147,8 +147,8 @@ class _Part:
 def replay(
     index: StepIndex, choices: Mapping[int, Choice], linked: Mapping[int, frozenset[int]], watch: int = -1
 ) -> Replay:
-    """Simulate the recomputation of these regions (module calls) together, and return the bytes and ops that their choices
-    (what to keep or recompute) add.
+    """Simulate the recomputation of these regions together, and return the bytes and ops that their choices (what to keep or
+    recompute) add.
 
     Args:
         index: the step.

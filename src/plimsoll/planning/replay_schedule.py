@@ -54,8 +54,8 @@ class ReplayStep(NamedTuple):
 class Segment(NamedTuple):
     """What happens when backward reads ``slot``, a saved tensor: run ``steps``, return its value, drop the values ``frees``.
 
-    If ``slot`` is ``BOUNDARY``, all outputs of the region (module call) are returned, and ``value`` is the first of them that
-    had to be rebuilt.
+    If ``slot`` is ``BOUNDARY``, all outputs of the region are returned, and ``value`` is the first of them that had to be
+    rebuilt.
     """
 
     slot: int
@@ -66,8 +66,7 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Data: how and when one region (module call) recomputes its dropped values, for one choice (what to keep or recompute) of
-    stored values.
+    """Data: how and when one region recomputes its dropped values, for one choice (what to keep or recompute) of stored values.
 
     ``segments`` has one entry for each dropped slot (saved tensor), in the order of reading. ``leaves`` maps each dropped slot
     to the stored values that it is rebuilt from, directly or through other ops. A dropped slot keeps exactly these values
@@ -173,7 +172,7 @@ def build_schedule(
     """Return the schedule that rebuilds all slots (saved tensors) whose value is in ``dropped`` or ``packed``.
 
     Args:
-        graph: the region (module call).
+        graph: the region.
         stored: ids of values that are held when backward starts (kept slots, inputs, parameters, buffers).
         dropped: ids of values that are not held and must be rebuilt for their slots.
         order: slot indices in the order of reading (``BOUNDARY`` for the outputs); by default ``graph.backward_order``.

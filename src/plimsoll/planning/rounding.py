@@ -25,9 +25,7 @@ from plimsoll.planning.windows import Windows
 
 Floats = npt.NDArray[np.float64]
 Taken = tuple[int, ...]
-"""A combination of choices: for each region (module call), the position of its choice (what to keep or recompute) in the
-region's list.
-"""
+"""A combination of choices: for each region, the position of its choice (what to keep or recompute) in the region's list."""
 
 _SUPPORT = 1e-6
 """A choice with a smaller share than this is not part of the relaxed optimum: the share is noise of the linear program."""
@@ -51,9 +49,9 @@ _LEAST_WIDTH = 32
 class Effort:
     """Data: the limits of a search.
 
-    ``width`` is the largest number of combinations (one choice for each region) that a beam search keeps from one region
-    (module call) to the next. ``work`` is the largest number of table entries that it may add up. The search stops after
-    ``stale_rounds`` rounds in a row without success.
+    ``width`` is the largest number of combinations (one choice for each region) that a beam search keeps from one region to the
+    next. ``work`` is the largest number of table entries that it may add up. The search stops after ``stale_rounds`` rounds in
+    a row without success.
     """
 
     width: int
@@ -70,7 +68,7 @@ class Room:
     combinations fit.
 
     The limits are on the bytes in each window (a stretch of the step), and on the gradient error and the offloaded bytes of all
-    regions (module calls) together.
+    regions together.
     """
 
     windows: Windows
@@ -105,7 +103,7 @@ class Room:
 
 
 def round_down(room: Room, shares: Floats) -> Taken | None:
-    """Turn a relaxed optimum, which mixes choices (what to keep or recompute), into one choice for each region (module call).
+    """Turn a relaxed optimum, which mixes choices (what to keep or recompute), into one choice for each region.
 
     The choices fit the limits together. ``None`` if they cannot be made to fit.
 

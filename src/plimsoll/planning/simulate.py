@@ -43,8 +43,8 @@ class Simulation:
 
 
 def choices_of(index: StepIndex, regions: Sequence[RegionPlan]) -> tuple[Choice, ...]:
-    """Translate region plans into one choice (what to keep or recompute) for each region (module call) of the trace. A region
-    without a plan keeps everything.
+    """Translate region plans into one choice (what to keep or recompute) for each region of the trace. A region without a plan
+    keeps everything.
     """
     plans = {(plan.name, plan.call): plan for plan in regions}
     choices = []
@@ -62,7 +62,7 @@ def choices_of(index: StepIndex, regions: Sequence[RegionPlan]) -> tuple[Choice,
 
 
 def run_choices(index: StepIndex, choices: Sequence[Choice]) -> Simulation:
-    """Simulate a step with one choice for each region (module call).
+    """Simulate a step with one choice for each region.
 
     An input that is dropped cannot be compressed or offloaded too; if the choice says so, the input counts as kept. All calls
     of a compiled block run the same code, so a value that one call drops is dropped in all calls.
@@ -106,7 +106,7 @@ def _as_one_code(index: StepIndex, choices: Sequence[Choice]) -> Sequence[Choice
 
 
 class StepReplays:
-    """The simulated recomputation of all regions (module calls) of one step, and the memory that it takes.
+    """The simulated recomputation of all regions of one step, and the memory that it takes.
 
     There is one choice (what to keep or recompute) for each region. Regions are replayed together if one drops its input and
     the other rebuilds it. ``watch`` is an instant at which the replays list their live buffers (see ``replay``); -1 for none.
@@ -178,7 +178,7 @@ def _replayed(
 
 
 def replay_seconds(index: StepIndex, choices: Mapping[int, Choice], ops: Sequence[tuple[int, int]]) -> float:
-    """Return the seconds that the given regions (module calls) add to the step under these choices (what to keep or recompute).
+    """Return the seconds that the given regions add to the step under these choices (what to keep or recompute).
 
     They are the seconds of the recomputed ``ops`` ((region, op) pairs), of encoding, decoding and waiting for transfers, and of
     Plimsoll's own work in the regions that it changes.
@@ -197,9 +197,7 @@ def engine_seconds(index: StepIndex, view: RegionView) -> float:
 
 
 def is_touched(view: RegionView, choice: Choice) -> bool:
-    """Return True if Plimsoll has to change how a region (module call) runs, because its choice does not simply keep
-    everything.
-    """
+    """Return True if Plimsoll has to change how a region runs, because its choice does not simply keep everything."""
     return choice.is_boundary_dropped or len(choice.kept) < len(view.decided)
 
 
@@ -230,7 +228,7 @@ def _chains(
 
 
 def links_of(index: StepIndex, choices: Sequence[Choice]) -> dict[int, frozenset[int]]:
-    """Return a mapping from each region (module call) that drops its input to the inputs that are not held.
+    """Return a mapping from each region that drops its input to the inputs that are not held.
 
     An input that cannot be rebuilt stays held, so it is not included.
     """
@@ -269,7 +267,7 @@ def actual_cover(index: StepIndex, storage: int, linked: Mapping[int, frozenset[
     """Return the spans of instants when a storage is alive under any plan that drops the inputs in ``linked``.
 
     They are the spans of ``StepIndex.covered``, which are for plans that hold inputs, with one difference. A saved tensor that
-    is a dropped input holds its storage only until the forward of its region (module call) ends.
+    is a dropped input holds its storage only until the forward of its region ends.
     """
     if not linked:
         return index.covered(storage)

@@ -19,8 +19,7 @@ _DEVIATIONS = 2.0
 
 
 def spread_bytes(plan: Plan) -> int:
-    """Return how many bytes more than a plan's peak another batch may need, because regions (module calls) that read values
-    hold more.
+    """Return how many bytes more than a plan's peak another batch may need, because regions that read values hold more.
 
     A plan is made from one step, but a step has several regions of one kind, and each of them read other values. They are alike
     if they decide about equally many values. The deviations of the bytes that they hold add up as those of independent numbers.
@@ -35,7 +34,7 @@ def spread_bytes(plan: Plan) -> int:
 
 
 def with_spare_bytes(plan: Plan, spare_bytes: int) -> Plan:
-    """Return the plan with the bytes that each region (module call) may keep in values that the plan does not know.
+    """Return the plan with the bytes that each region may keep in values that the plan does not know.
 
     ``spare_bytes`` are the bytes between the peak and the budget. The bytes that stay free for larger tensors are subtracted,
     and the regions that read values share the rest. A region that keeps everything and saves much may keep any number of

@@ -126,7 +126,7 @@ class Transfers:
 
     ``spans`` maps (region, value) to two instants: when the device frees the value, and when the device allocates room for the
     value again. A value that is read between the two instants is brought back when it is read. ``waiting_seconds`` maps each
-    region (module call) to the seconds that its transfers add to the step.
+    region to the seconds that its transfers add to the step.
     """
 
     spans: Mapping[tuple[int, int], Span]
@@ -175,9 +175,7 @@ class StepIndex:
         self.forced_spans = self._forced_spans()
         self._covered: dict[int, list[Span]] = {}
         self.replays: dict[Any, Any] = {}
-        """The cache of the module ``simulate``: maps (region, choice) to the replay, the recomputation of that region (module
-        call).
-        """
+        """The cache of the module ``simulate``: maps (region, choice) to the replay, the recomputation of that region."""
         self.transfers: Transfers | None = None
         """The schedule of transfers to simulate; ``None`` for Plimsoll's own schedule, which has one window per transfer."""
 
@@ -214,8 +212,7 @@ class StepIndex:
 
     @cached_property
     def compiled_together(self) -> tuple[tuple[int, ...], ...]:
-        """A tuple for each compiled region (module call) that the step calls several times, with the positions of these calls
-        in ``views``.
+        """A tuple for each compiled region that the step calls several times, with the positions of these calls in ``views``.
 
         All calls of a compiled region run the same code, so they must take the same choice (what to keep or recompute).
         """
@@ -228,7 +225,7 @@ class StepIndex:
     def life(self, storage: int) -> Span:
         """Return two instants: the first at which a storage is alive, and the first at which the storage is not alive any more.
 
-        The time when only saved tensors of regions (module calls) hold the storage does not count.
+        The time when only saved tensors of regions hold the storage does not count.
         """
         entry = self.trace.storages[storage]
         return max(2 * entry.born + 1, 0), min(max(2 * entry.dies + entry.is_overwritten, 0), self.instants)
@@ -244,7 +241,7 @@ class StepIndex:
         return self._covered[storage]
 
     def neighbour(self, region: int) -> RegionCall | None:
-        """Return the region (module call) whose compute hides the transfers of ``region``; or ``None``.
+        """Return the region whose compute hides the transfers of ``region``; or ``None``.
 
         It is the next region call, if its backward ends before the backward of ``region`` starts. Each transfer has one window:
         the next call's forward, or its backward. So the bytes at each instant do not depend on the link's speed, and the cost
@@ -260,7 +257,7 @@ class StepIndex:
     def transfer_windows(self, call: RegionCall, after: RegionCall) -> tuple[float, float]:
         """Return two numbers: the seconds of compute that hide transfers from the device, and those that hide transfers back.
 
-        ``after`` is the region (module call) after ``call``; its compute hides the transfers of ``call``.
+        ``after`` is the region after ``call``; its compute hides the transfers of ``call``.
         """
         before = self.seconds_before
         out_window = before[after.forward[1]] - before[call.forward[1]]
@@ -365,8 +362,8 @@ class StepIndex:
 
 
 def boundary_values(index: StepIndex, view: RegionView) -> frozenset[int]:
-    """Return the ids of the saved inputs of a region (module call) that are not held if a choice (what to keep or recompute)
-    drops the region's input.
+    """Return the ids of the saved inputs of a region that are not held if a choice (what to keep or recompute) drops the
+    region's input.
 
     An earlier region made these inputs and can rebuild them. The result is empty if several regions made them.
     """
@@ -400,9 +397,7 @@ def _can_provide(maker: RegionView, storage: int) -> bool:
 
 
 def provider_of(index: StepIndex, view: RegionView, linked: frozenset[int]) -> int:
-    """Return the position of the region (module call) that rebuilds ``linked``, the dropped inputs of ``view``; -1 if none is
-    dropped.
-    """
+    """Return the position of the region that rebuilds ``linked``, the dropped inputs of ``view``; -1 if none is dropped."""
     if not linked:
         return -1
     return index.trace.storages[view.graph.values[next(iter(linked))].storage].region

@@ -79,8 +79,8 @@ without bias."""
 _OP_ALIASES = {"sdpa": "scaled_dot_product"}
 MEMORY_BUDGET, CHECKPOINT, SELECTIVE = "memory-budget", "checkpoint", "checkpoint:selective"
 """Names of strategies that torch itself carries out under torch.compile. ``memory-budget:0.5`` sets torch's activation memory
-budget to this share. ``checkpoint`` checkpoints each region (module call). ``checkpoint:selective`` does the same, but saves
-the outputs of matrix products and attention.
+budget to this share. ``checkpoint`` checkpoints each region. ``checkpoint:selective`` does the same, but saves the outputs of
+matrix products and attention.
 """
 _SOFTMAX = ("_softmax", "_safe_softmax")
 _BATCHED = frozenset(["bmm", "baddbmm"])
@@ -134,7 +134,7 @@ def choose_sqrt(index: StepIndex, _argument: str) -> tuple[Choice, ...]:
 
 
 def choose_selective(index: StepIndex, argument: str) -> tuple[Choice, ...]:
-    """Return one choice for each region (module call) under the strategy ``selective:argument``.
+    """Return one choice for each region under the strategy ``selective:argument``.
 
     If the argument names modules or parts of a block (joined by ``+``), their values are recomputed and all other values are
     kept. If the argument names ops (joined by commas), the outputs of these ops are kept and all other values are recomputed.
@@ -203,8 +203,8 @@ def _fewest_bytes(view: RegionView) -> Choice:
 
 
 def choose_form(index: StepIndex, name: str) -> tuple[Choice, ...]:
-    """Return one choice (what to keep or recompute) for each region (module call) that holds its values in the form ``name``: a
-    codec, or ``offload``.
+    """Return one choice (what to keep or recompute) for each region that holds its values in the form ``name``: a codec, or
+    ``offload``.
 
     Values that cannot take this form are kept unchanged. Values that a lossy codec cannot take, such as masks, are compressed
     without loss.
@@ -272,8 +272,7 @@ def _hybrid_sizes(argument: str) -> tuple[int, int]:
 
 
 def send_kept(index: StepIndex, choices: Sequence[Choice]) -> tuple[Choice, ...]:
-    """Return the same choices, one for each region (module call), with all kept values offloaded, and the inputs of
-    recomputation too.
+    """Return the same choices, one for each region, with all kept values offloaded, and the inputs of recomputation too.
 
     A value that may not go over the link to the host stays kept on the device.
     """
@@ -330,7 +329,7 @@ STRATEGIES: dict[str, Callable[[StepIndex, str], tuple[Choice, ...]]] = {
     "sqrt": choose_sqrt,
 }
 """Maps the name of a strategy (the part before the colon) to a function that returns one choice (what to keep or recompute) for
-each region (module call).
+each region.
 
 The function takes the step and the text after the colon. ``auto`` is missing, because ``solve`` itself finds its choices.
 """
@@ -454,7 +453,7 @@ def refuse_unknown_ops(strategy: str, ops: Collection[str]) -> None:
 
 
 def strategy_choices(index: StepIndex, strategy: str) -> tuple[Choice, ...]:
-    """Return the choice (what to keep or recompute) of every region (module call) under a named strategy.
+    """Return the choice (what to keep or recompute) of every region under a named strategy.
 
     Args:
         index: the step.
@@ -533,7 +532,7 @@ def _up_to_products(view: RegionView, values: Sequence[int]) -> frozenset[int]:
 
 
 def core_ops(view: RegionView) -> frozenset[int]:
-    """Return the ids of those ops of a region (module call) that compute attention itself, without its projections.
+    """Return the ids of those ops of a region that compute attention itself, without its projections.
 
     They are the fused attention op, or all ops from the product that makes the scores to the product that reads the softmax.
     """
@@ -565,7 +564,7 @@ def _up_projected(view: RegionView) -> frozenset[int]:
 
 
 def has_compressed_keys(view: RegionView) -> bool:
-    """Return True if the attention in a region (module call) is multi-latent attention, which compresses keys and values."""
+    """Return True if the attention in a region is multi-latent attention, which compresses keys and values."""
     return any("kv_b_proj" in value.name for value in view.graph.values)
 
 

@@ -87,7 +87,7 @@ def find_head(trace: Trace, *, is_divided: bool = False) -> HeadAndLoss | None:
     ``None`` if the step does not have a loss over classes, or if its trace does not list parameters.
 
     Args:
-        trace: the step's trace, with or without regions (module calls).
+        trace: the step's trace, with or without regions.
         is_divided: also find a loss over logits that are divided among tensor-parallel ranks.
     """
     born: dict[int, list[int]] = {}

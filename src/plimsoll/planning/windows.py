@@ -1,7 +1,7 @@
 """Splits a step into windows of time. Each window gives one linear constraint on the bytes that regions (module calls) add to
 it.
 
-A choice says which saved values of a region (module call) are kept, recomputed or stored in another form.
+A choice says which saved values of a region are kept, recomputed or stored in another form.
 
 A window is a stretch of instants during which every region but at most one adds a constant. Then the peak of the window is a
 sum over regions: the constants of the others, and for the active region the joint maximum of fixed bytes and its own curve. If
@@ -28,10 +28,10 @@ from plimsoll.planning.step import Ints, StepIndex
 class Windows:
     """Data: the windows (stretches of time) of a step, and the bytes that each choice of each region adds to each window.
 
-    A choice says what a region (module call) keeps and recomputes. ``fixed_bytes[w]`` plus the sum over regions r of
-    ``added_bytes[r][w, choice]`` is the peak of window w. ``effects[r]`` are the choices of region r that no other choice
-    equals or beats in seconds, error, bytes sent to host memory or disk, and in every window. ``is_held[r][w]`` is True if
-    region r holds its retained bytes in window w: from the end of its forward to the end of its backward.
+    A choice says what a region keeps and recomputes. ``fixed_bytes[w]`` plus the sum over regions r of ``added_bytes[r][w,
+    choice]`` is the peak of window w. ``effects[r]`` are the choices of region r that no other choice equals or beats in
+    seconds, error, bytes sent to host memory or disk, and in every window. ``is_held[r][w]`` is True if region r holds its
+    retained bytes in window w: from the end of its forward to the end of its backward.
     """
 
     spans: tuple[tuple[int, int], ...]
@@ -44,7 +44,7 @@ class Windows:
 def build_windows(index: StepIndex, sets: Sequence[ChoiceSet]) -> Windows:
     """Split a step into windows (stretches of time), and compute the bytes that each choice adds to each window.
 
-    A choice says what a region (module call) keeps and recomputes.
+    A choice says what a region keeps and recomputes.
 
     Args:
         index: the step.

@@ -396,7 +396,7 @@ class Attachment(ShowsFigures, RemovedAtEnd):
         return True
 
     def _watch_parts(self) -> None:
-        """Also follow steps that call the model's regions (managed modules) directly instead of the model."""
+        """Also follow steps that call the model's regions directly instead of the model."""
         if not self.is_compiled:
             self._steps.watch_parts(find_regions(self.model, self._known.options.regions))
 
@@ -1010,7 +1010,7 @@ class Attachment(ShowsFigures, RemovedAtEnd):
 
     def _confirmed(self, traced: PlannedStep, task: TrainingTask | None) -> Plan:
         """Solve the plan for the budget and return it. If possible, run it once to check its peak. That run also records the
-        plan's regions (managed module calls).
+        plan's regions.
         """
         planner = traced.planner
         self._progress("solving", 0.7)

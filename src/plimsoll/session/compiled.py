@@ -66,7 +66,7 @@ def plans_compiled(
     may_take_forms: bool = False,
 ) -> bool:
     """Return True if the plan decides about the parts that torch.compile compiles, and False if it decides only about eager
-    regions (managed modules).
+    regions.
 
     If options are given that compiled parts do not support, and some region runs eagerly, warn and return False. Then the plan
     decides about eager regions only, and compiled parts keep all that they save.
@@ -160,7 +160,7 @@ def compiled_planner(
 
 
 def planned_parts(task: TrainingTask, patterns: tuple[str, ...] | None) -> tuple[CompiledUnit, ...]:
-    """Return the parts of a task's model that torch.compile compiles, each with the regions (managed module calls) in it."""
+    """Return the parts of a task's model that torch.compile compiles, each with the regions in it."""
     held, _ = split_regions(task.model, task.units, patterns)
     return tuple(CompiledUnit(path=path, regions=names, options=task.compile_options) for path, names in held.items())
 
@@ -415,7 +415,5 @@ class CompiledPlanner(StepPlanner):
 
 
 def _copied_inputs(trace: Trace, unit: CompiledUnit) -> tuple[str, ...]:
-    """Return the names of a compiled unit's inputs whose copies backward reads in some call of the unit's regions (managed
-    modules).
-    """
+    """Return the names of a compiled unit's inputs whose copies backward reads in some call of the unit's regions."""
     return tuple(sorted({name for call in trace.regions if call.name in unit.regions for name in call.copied_inputs}))

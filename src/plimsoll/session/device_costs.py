@@ -216,7 +216,7 @@ long, and nearer to the time in a real step, but measuring took too long.
 
 def measure_engine(trace: Trace) -> EngineOverhead:
     """Measure the host seconds that the engine (the code that runs plans) adds between ops like the ops of ``trace``, and
-    return them. They are zeros if regions (managed modules) cannot be managed now.
+    return them. They are zeros if regions cannot be managed now.
 
     That happens if other code's hooks on saved tensors are active around the call. Random state and modes do not change.
     """
@@ -374,8 +374,8 @@ def overhead_of(
     of the results is negative.
 
     ``unmanaged`` are steps of a long chain of small ops without the engine; ``short`` and ``long`` are steps of a short and a
-    long chain with the engine. A region (managed module) takes longer to return if more was saved in it. ``rebuilt`` are the
-    chain's ops whose saved tensor is rebuilt.
+    long chain with the engine. A region takes longer to return if more was saved in it. ``rebuilt`` are the chain's ops whose
+    saved tensor is rebuilt.
     """
     links = len(long[0].forward_seconds)
     kept = [link for link in range(links) if link not in rebuilt]

@@ -313,7 +313,7 @@ class _FormMaker:
 
     def _upstream(self, call: RegionCall) -> float:
         """Return the squared norm of the gradients that an error in this call's saved values can change: gradients in earlier
-        regions (managed modules), and of parameters outside of all regions.
+        regions, and of parameters outside of all regions.
         """
         others = {f"{other.name}." for other in self.trace.regions if other.index >= call.index}
         return sum(energy for name, energy in self._energy.items() if not name.startswith(tuple(others)))
@@ -350,7 +350,7 @@ def score_inputs(graph: RegionGraph) -> frozenset[str]:
 
 
 def made_into_scores(graph: RegionGraph) -> frozenset[str]:
-    """Return the names of queries, keys, and all values in the region (managed module) that they are computed from."""
+    """Return the names of queries, keys, and all values in the region that they are computed from."""
     found: set[int] = set()
     pending = _queries_and_keys(graph)
     while pending:
@@ -365,7 +365,7 @@ def made_into_scores(graph: RegionGraph) -> frozenset[str]:
 
 
 def _queries_and_keys(graph: RegionGraph) -> list[int]:
-    """Return the ids of the values in the region (managed module) that fused attention computes scores from (queries and keys).
+    """Return the ids of the values in the region that fused attention computes scores from (queries and keys).
 
     In compiled code, also the scores themselves, if a softmax keeps their maximum and their sum.
     """

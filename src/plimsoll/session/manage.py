@@ -50,8 +50,7 @@ def manage_together(
 
 
 def agree_on_service(region: str, peers: tuple[int, ...], service: str) -> None:
-    """Check that ranks which communicate within a region (managed module) recompute it in the same way, with the same
-    collectives.
+    """Check that ranks which communicate within a region recompute it in the same way, with the same collectives.
 
     If one rank kept values that the others rebuild, the others would wait in a collective for ever. So ranks compare once,
     after the region was recorded. ``peers`` are global ranks, including this one.

@@ -80,16 +80,14 @@ class PlansAtWork:
         return True
 
     def begin_step(self, region: str) -> None:
-        """Prepare the plan's regions (managed modules) for a step that begins with a call of this region instead of the
-        model.
-        """
+        """Prepare the plan's regions for a step that begins with a call of this region instead of the model."""
         if self._handle is not None:
             self._handle.keep_wrapped(region)
             self._handle.begin_step()
 
     @contextlib.contextmanager
     def trying(self, plan: Plan) -> Iterator[None]:
-        """Apply another plan inside the ``with`` block. Recordings that regions (managed modules) make there are kept."""
+        """Apply another plan inside the ``with`` block. Recordings that regions make there are kept."""
         before = self.plan
         self.run(plan)
         try:
@@ -99,8 +97,8 @@ class PlansAtWork:
                 self.run(before)
 
     def has_moved(self) -> bool:
-        """Return True if regions (managed modules) have other module paths than when the plan was applied, for instance because
-        a list of layers was replaced.
+        """Return True if regions have other module paths than when the plan was applied, for instance because a list of layers
+        was replaced.
         """
         return self._handle is not None and self._handle.has_moved()
 

@@ -111,7 +111,7 @@ class StepWatch:
         ``_late`` is such a text about a step that had gone too far to be measured.
         """
         self.is_reordered = False
-        """True if regions (managed modules) ran in an order that no earlier step had. The owner of the watch resets it."""
+        """True if regions ran in an order that no earlier step had. The owner of the watch resets it."""
         self._made_bytes = 0
         """If the measurement began within a forward: the bytes that this forward had added before, else 0."""
         self.running: MeasuredStep | None = None
@@ -263,8 +263,8 @@ class StepWatch:
         self._expected_error = error
 
     def larger_call(self, text: str, /, *, is_reordered: bool) -> None:
-        """Measure the step from here on. A region (managed module call) reports that it is about to run its largest call so
-        far, or that regions run in a new order.
+        """Measure the step from here on. A region reports that it is about to run its largest call so far, or that regions run
+        in a new order.
 
         ``text`` says which. If forward has already added much, measure the next step instead: the meter does not see when
         tensors are freed that were made before it started.

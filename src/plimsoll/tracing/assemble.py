@@ -46,8 +46,7 @@ class Assembled:
 
 
 def assemble(log: StepLog, optimizer: OptimizerLog | None, *, beside: Mapping[str, int]) -> Assembled:
-    """Return the parts of a trace: find the region (planned module) of each op, the life of each storage, and a name for each
-    storage.
+    """Return the parts of a trace: find the region of each op, the life of each storage, and a name for each storage.
 
     ``beside`` maps a name to the bytes that wrappers and libraries hold before, during and after the step.
     """
@@ -280,8 +279,8 @@ def _is_emptied(tracer: StepTracer, region: RegionLog, until: int) -> bool:
 
 
 def kind_of(graph: RegionGraph) -> str:
-    """Return a hash of the graph of a region (planned module). Calls with equal graphs have equal hashes: ids of storages, and
-    ticks (positions among the ops), do not count.
+    """Return a hash of the graph of a region. Calls with equal graphs have equal hashes: ids of storages, and ticks (positions
+    among the ops), do not count.
     """
     storages = {s: i for i, s in enumerate(dict.fromkeys(value.storage for value in graph.values))}
     parts = (

@@ -177,7 +177,7 @@ class RegionLog:
     sequence_start: int
     book: SlotBook
     leaves: dict[int, tuple[Origin, str]]
-    """A mapping from value id to origin and name, for tensors that existed when the region (planned module) began.
+    """A mapping from value id to origin and name, for tensors that existed when the region began.
 
     Inputs are named by their position, the region's parameters and buffers by their name.
     """
@@ -185,9 +185,9 @@ class RegionLog:
     sequence_end: int = -1
     outputs: list[int] = field(default_factory=list)
     latest: dict[int, int] = field(default_factory=dict)
-    """A mapping from the storage of each saved tensor to the value that it had when the region (planned module) returned."""
+    """A mapping from the storage of each saved tensor to the value that it had when the region returned."""
     value_read: str = ""
-    """The first line of the user's code in the region (planned module) that reads values of tensors, or ""."""
+    """The first line of the user's code in the region that reads values of tensors, or ""."""
     steady: frozenset[int] = frozenset()
     """The ids of the inputs of this call that forward made and did not write to any more until forward ended."""
 
@@ -207,7 +207,7 @@ class StepLog:
     """The names of the buffers that the step wrote to."""
     regions: list[RegionLog] = field(default_factory=list)
     outside: list[SlotRecord] = field(default_factory=list)
-    """The tensors that autograd saved outside of regions (planned modules)."""
+    """The tensors that autograd saved outside of regions."""
 
     @property
     def saved_bytes(self) -> int:
@@ -298,23 +298,21 @@ def _zeros(geometry: Geometry, device: torch.device) -> torch.Tensor:
 
 
 class RefusesHooks(Exception):
-    """Raised when a region (planned module) runs a transform of ``torch.func``, which cannot run while saved tensors have
-    hooks.
+    """Raised when a region runs a transform of ``torch.func``, which cannot run while saved tensors have hooks.
 
     Its argument is the region's name.
     """
 
 
 class RefusesHooksOutside(Exception):
-    """Raised when the model or the loss runs a transform of ``torch.func`` outside of all regions (planned modules)."""
+    """Raised when the model or the loss runs a transform of ``torch.func`` outside of all regions."""
 
 
 class StepCapture:
     """Runs one step under the tracer, and drops each tensor that autograd saves.
 
     What the modules in ``left_alone`` save is held by autograd as in training. Without ``watches_outside``, the same holds for
-    what is saved outside of regions (planned modules). With ``keeps_values``, backward reads copies of all that autograd saves,
-    and not zeros.
+    what is saved outside of regions. With ``keeps_values``, backward reads copies of all that autograd saves, and not zeros.
     """
 
     def __init__(

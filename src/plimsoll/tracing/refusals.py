@@ -265,7 +265,7 @@ def uncompiled_regions(model: nn.Module, regions: Mapping[str, nn.Module]) -> di
 
 
 def without_compiled(regions: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """Return the regions (planned modules) without compiled parts. Warn that each of the other regions is not managed."""
+    """Return the regions without compiled parts. Warn that each of the other regions is not managed."""
     compiled = {name: part for name, module in regions.items() if (part := compiled_part(module))}
     for name, part in compiled.items():
         warnings.warn(f"plimsoll: region {name!r} is not managed: {part} is compiled", stacklevel=2)
@@ -275,7 +275,7 @@ def without_compiled(regions: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
 def without_transforms(
     regions: Mapping[str, nn.Module], name: str, left_alone: Mapping[str, nn.Module]
 ) -> tuple[dict[str, nn.Module], dict[str, nn.Module]]:
-    """Move region (planned module) ``name``, and all regions of the same class, from ``regions`` to ``left_alone``, and warn.
+    """Move region ``name``, and all regions of the same class, from ``regions`` to ``left_alone``, and warn.
 
     The region runs a transform of ``torch.func``, which cannot run under saved-tensor hooks. Return the remaining regions, and
     the new ``left_alone``, as two mappings from name to module.

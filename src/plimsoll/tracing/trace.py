@@ -377,7 +377,7 @@ class _Watcher:
 
 def _most_alive_bytes(trace: Trace) -> int:
     """Return the largest number of bytes that are alive at any tick (position in the trace), with the workspace of the op that
-    runs there. Tensors that only regions (planned modules) hold for backward do not count.
+    runs there. Tensors that only regions hold for backward do not count.
     """
     change = [0] * (len(trace.ops) + 2)
     for storage in trace.storages:

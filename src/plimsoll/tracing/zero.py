@@ -126,8 +126,8 @@ def bytes_beside(model: nn.Module) -> int:
 
 
 class WholeRegions:
-    """Makes ZeRO's stage 3 gather all parameters of a region (planned module) together, until `put_back`. For that, each region
-    becomes what DeepSpeed calls a leaf module.
+    """Makes ZeRO's stage 3 gather all parameters of a region together, until `put_back`. For that, each region becomes what
+    DeepSpeed calls a leaf module.
 
     Hooks inside the regions that gather are removed. Hooks that make graph nodes stay, because they determine the order in
     which gradients are summed.
@@ -149,9 +149,7 @@ class WholeRegions:
         self._gather_anew()
 
     def put_back(self) -> None:
-        """Let the modules inside the regions (planned modules) gather their own parameters again. Calling it twice does no
-        harm.
-        """
+        """Let the modules inside the regions gather their own parameters again. Calling it twice does no harm."""
         own = {handle.id for handle in self._offload.forward_hooks} if self._leaves else set()
         for table, before in self._hooks.values():
             since = dict(table)

@@ -29,9 +29,7 @@ from plimsoll.tracing.compiled.capture import Partitioner
 from plimsoll.tracing.compiled.joint import JointGraph
 
 Dropped = Mapping[str, frozenset[str]]
-"""A mapping from the name of a region (a module that the plan decides about) to the names of the buffers that backward
-recomputes there.
-"""
+"""A mapping from the name of a region to the names of the buffers that backward recomputes there."""
 _PLACE = "plimsoll_place"
 _KERNEL = "plimsoll_kernel"
 _IS_ON_THE_WAY = "plimsoll_is_on_the_way"
@@ -52,8 +50,8 @@ class PlannedPartitioner(Partitioner):
         changed: Sequence[str] = (),
         is_in_order: bool = True,
     ) -> None:
-        """``dropped`` maps a region (a module that the plan decides about) to the values that backward recomputes, and
-        ``known`` maps it to all values of the plan there.
+        """``dropped`` maps a region to the values that backward recomputes, and ``known`` maps it to all values of the plan
+        there.
         """
         self._known = known or {}
         self._dropped = dropped
@@ -63,9 +61,7 @@ class PlannedPartitioner(Partitioner):
         named = sorted((name, sorted(values)) for name, values in dropped.items())
         self._text = json.dumps([is_in_order, named, self._packed, self.changed])
         self.found: set[tuple[str, str]] = set()
-        """The decisions whose buffer was found in some graph, each as a pair of the names of region (a module that the plan
-        decides about) and value.
-        """
+        """The decisions whose buffer was found in some graph, each as a pair of the names of region and value."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle this object as one text, so that equal decisions give equal bytes in all processes.
@@ -185,7 +181,7 @@ class PlannedPartitioner(Partitioner):
         """Raise an error if a graph is not the planned graph: it saves a value that the plan does not know, and nothing that
         the plan drops.
 
-        ``here`` are the values that the graph saves, each as a pair of region (a module that the plan decides about) and name.
+        ``here`` are the values that the graph saves, each as a pair of region and name.
 
         Raises:
             PlanMismatch: this is not the graph that was planned.
@@ -271,8 +267,7 @@ def _note_kernels(graph: JointGraph) -> None:
 
 
 def _boundaries(graph: JointGraph, again: set[fx.Node]) -> set[fx.Node]:
-    """Return the values of other regions (modules that the plan decides about) that backward needs in order to recompute the
-    values ``again``.
+    """Return the values of other regions that backward needs in order to recompute the values ``again``.
 
     They are saved, so that recomputation never continues into another region.
     """
@@ -294,7 +289,7 @@ def _boundaries(graph: JointGraph, again: set[fx.Node]) -> set[fx.Node]:
 
 
 def _local(name: str, region: str) -> str:
-    """Return a buffer's name without the name of its region (a module that the plan decides about) in front."""
+    """Return a buffer's name without the name of its region in front."""
     return name.removeprefix(region + ".") if region else name
 
 
@@ -325,8 +320,8 @@ def with_seeds_saved() -> dict[str, Any]:
 
 
 class SeedsSaved(custom_graph_pass.CustomGraphPass):
-    """A pass over the graph that makes a checkpointed region (a module that the plan decides about) save the seeds of its
-    random numbers. It then draws the same numbers as without the checkpoint.
+    """A pass over the graph that makes a checkpointed region save the seeds of its random numbers. It then draws the same
+    numbers as without the checkpoint.
 
     From torch 2.14 on, a checkpoint marks the op that draws seeds to be rerun in backward. Then forward also saves the random
     state, and the generator advances once more. So dropout's masks differ from those without the checkpoint, and the two

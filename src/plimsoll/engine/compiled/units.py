@@ -27,8 +27,8 @@ from plimsoll.tracing.ddp import inner_module
 
 
 class RegionInCompiled(ManagedRegion):
-    """The wrapper of a managed region (a module that the plan decides about) inside a module that torch.compile compiles.
-    torch.compiler.disable excludes the region from the compilation, so that it runs eagerly.
+    """The wrapper of a managed region inside a module that torch.compile compiles. torch.compiler.disable excludes the region
+    from the compilation, so that it runs eagerly.
     """
 
     __call__ = torch.compiler.disable(ManagedRegion.__call__)
@@ -141,8 +141,8 @@ class CompiledUnits:
         *,
         hides: bool,
     ) -> Callable[..., Any] | None:
-        """Compile a unit for the decisions about its regions (modules that the plan decides about). Return the compiled call,
-        or ``None`` if the user's compilation stays.
+        """Compile a unit for the decisions about its regions. Return the compiled call, or ``None`` if the user's compilation
+        stays.
 
         All ``calls`` of a region share one compiled code. A unit that runs while transfers are under way is compiled anew even
         if it drops nothing: the user's torch.compile wrapper would also compile the code around the unit.

@@ -35,8 +35,7 @@ class TransfersUnderWay:
         self._under_way.extend(weakref.ref(one) for one in packed if isinstance(one, Sent))
 
     def leave(self, output: Any) -> None:
-        """Note that the forward of a region (a module that the plan decides about) has returned: wait for the offloads of the
-        region that ran before it.
+        """Note that the forward of a region has returned: wait for the offloads of the region that ran before it.
 
         A hook is registered that fetches these tensors back when this region's backward begins.
 

@@ -88,7 +88,7 @@ class UnitPlace:
     ops: dict[int, Stretch] = field(default_factory=dict)
     """A mapping from tick (position among the ops) to stretch, for the own ops of this compiled module in the eager step.
 
-    A stretch is a part of the module's forward or backward, between regions (planned modules) inside it that run eagerly.
+    A stretch is a part of the module's forward or backward, between regions inside it that run eagerly.
     """
     stretch_of: tuple[int, ...] = ()
     forward: dict[Kernel, int] = field(default_factory=dict)

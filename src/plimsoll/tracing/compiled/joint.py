@@ -55,8 +55,8 @@ class Kernel:
     """Data about a group of ops that run as one kernel. ``reads`` and ``writes`` are nodes of buffers (nodes with memory of
     their own) or of the graph's inputs.
 
-    ``nodes`` are its ops, ``region`` is the region (planned module) that it belongs to, and ``obstacle`` says why it must not
-    run again ("" if it may).
+    ``nodes`` are its ops, ``region`` is the region that it belongs to, and ``obstacle`` says why it must not run again ("" if
+    it may).
     """
 
     name: str
@@ -89,8 +89,7 @@ class JointGraph:
     """Reads a joint graph as kernels in running order, and finds the forward nodes that backward reads.
 
     ``forward_outputs`` is the number of outputs that belong to forward. ``regions`` are paths of modules below the compiled
-    module. Each kernel belongs to one of these regions (planned modules), or to ``outside``. A graph of one block has the
-    single region ``""``.
+    module. Each kernel belongs to one of these regions, or to ``outside``. A graph of one block has the single region ``""``.
     """
 
     def __init__(self, graph: fx.Graph, forward_outputs: int, regions: Sequence[str]) -> None:
@@ -169,8 +168,8 @@ class JointGraph:
         return _module_path([*stack.values()][-1][0]) if stack else ""
 
     def region_of(self, node: fx.Node) -> str:
-        """Return the path of the region (planned module) that a node belongs to. A node without a module belongs to the region
-        of its latest input.
+        """Return the path of the region that a node belongs to. A node without a module belongs to the region of its latest
+        input.
         """
         return self._region_of.get(node, OUTSIDE)
 

@@ -42,8 +42,8 @@ def with_compiled(eager: Trace, parts: Parts, device: torch.device | None) -> Tr
     """Return a copy of the eager trace, where kernels replace the ops of the compiled units. If ``device`` is given, the
     kernels are timed on it.
 
-    The regions (planned modules) of the eager trace are the units (compiled modules) and the regions planned next to them. A
-    unit that torch.compile has not compiled keeps what it saves.
+    The regions of the eager trace are the units (compiled modules) and the regions planned next to them. A unit that
+    torch.compile has not compiled keeps what it saves.
     """
     weaver = _Weaver(eager, parts)
     weaver.weave()

@@ -298,11 +298,11 @@ class Unit:
         return not self.path or region == self.path or region.startswith(self.path + ".")
 
     def touches(self, region: str) -> bool:
-        """Return True if this module contains the region (planned module), or is inside the region."""
+        """Return True if this module contains the region, or is inside the region."""
         return self.holds(region) or not region or self.path.startswith(region + ".")
 
     def local(self, region: str) -> str:
-        """Return the path of a region (planned module) inside this module, relative to this module."""
+        """Return the path of a region inside this module, relative to this module."""
         return region[len(self.path) :].lstrip(".") if self.path else region
 
 

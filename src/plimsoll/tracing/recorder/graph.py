@@ -108,7 +108,7 @@ def build_region_graph(
 
 
 def _first_reads(ops: Sequence[RecordedOp], slots: Sequence[SlotRecord]) -> dict[int, int]:
-    """Return a mapping from value to the position of its first use in a region (planned module).
+    """Return a mapping from value to the position of its first use in a region.
 
     The position is the same in a trace of the whole step and in a recording of the region only.
     """
@@ -117,8 +117,8 @@ def _first_reads(ops: Sequence[RecordedOp], slots: Sequence[SlotRecord]) -> dict
 
 
 def _numbered(outside: Sequence[int]) -> dict[int, tuple[Origin, str]]:
-    """Return an origin and a name such as ``external#0`` for each of these values. They come from outside the region (planned
-    module) and are neither arguments nor parameters, such as another block's keys.
+    """Return an origin and a name such as ``external#0`` for each of these values. They come from outside the region and are
+    neither arguments nor parameters, such as another block's keys.
     """
     return {value: (Origin.EXTERNAL, f"external#{number}") for number, value in enumerate(outside)}
 
@@ -150,7 +150,7 @@ def _value(
 
 def _external_writes(values: Sequence[RecordedValue], ops: Sequence[RecordedOp]) -> dict[int, str]:
     """Return a mapping from an op's id to the reason why the op cannot run again: it uses memory from outside that the region
-    (planned module) overwrites.
+    overwrites.
     """
     made_here = {storage for op in ops for storage in op.births}
     overwritten = {values[w].storage for op in ops for w in op.writes} - made_here

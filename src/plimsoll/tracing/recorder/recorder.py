@@ -211,7 +211,7 @@ class OpRecorder(TorchDispatchMode):
         )
 
     def forget_names(self) -> None:
-        """Set the counts of how often each op has run in each module to 0, as at the start of a region (planned module).
+        """Set the counts of how often each op has run in each module to 0, as at the start of a region.
 
         Names of values contain these counts.
         """
