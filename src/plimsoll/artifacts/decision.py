@@ -23,20 +23,16 @@ class Decision(enum.StrEnum):
 
 
 class Engine(enum.StrEnum):
-    """How one region (a module that the plan decides about) is handled when the plan runs."""
+    """How one region is handled when the plan runs."""
 
     RECIPE = "recipe"
     """Plimsoll replaces saved tensors. Dropped tensors are rebuilt by verified recipes (lists of ops to run again)."""
     KEEP = "keep"
-    """The plan drops a value in this region (a module that the plan decides about), but the value cannot be rebuilt safely, so
-    all values are kept.
-    """
+    """The plan drops a value in this region, but the value cannot be rebuilt safely, so all values are kept."""
     COMPILED = "compiled"
-    """torch.compile compiles the region (a module that the plan decides about), and its partitioner, which decides what to
-    save, follows the plan.
-    """
+    """torch.compile compiles the region, and its partitioner, which decides what to save, follows the plan."""
     UNTOUCHED = "untouched"
-    """The plan keeps everything in this region (a module that the plan decides about), so no hook or wrapper is installed."""
+    """The plan keeps everything in this region, so no hook or wrapper is installed."""
 
 
 class Status(AdvisedEnum):

@@ -80,7 +80,7 @@ class Forms(msgspec.Struct, frozen=True, kw_only=True):
     """Data: the forms that a plan may use, for each saved value of each call of a region (a module that the plan decides
     about).
 
-    A form is a way to store a value: compressed, or offloaded over a link (to host memory or disk).
+    A form is a way to store a value: compressed, or offloaded over a link.
     """
 
     regions: tuple[RegionForms, ...] = ()
@@ -88,8 +88,7 @@ class Forms(msgspec.Struct, frozen=True, kw_only=True):
     notes: tuple[str, ...] = ()
 
     def of(self, name: str, call: int) -> dict[str, ValueForms]:
-        """Return a mapping from the name of each value to its forms (compressed or offloaded), for one call of a region (a
-        module that the plan decides about).
+        """Return a mapping from the name of each value to its forms (compressed or offloaded), for one call of a region.
 
         ``name`` is the region, ``call`` the number of the call.
         """

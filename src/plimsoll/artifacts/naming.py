@@ -165,8 +165,7 @@ def name_largest(rows: Sequence[tuple[str, int]], most: int = 3) -> str:
 
 
 def region_in_label(label: str, regions: Iterable[str]) -> str:
-    """Return the name of the region (a module that the plan decides about) that a tensor's label belongs to, or an empty string
-    if no region matches.
+    """Return the name of the region that a tensor's label belongs to, or an empty string if no region matches.
 
     With regions ``layers.0`` and ``layers.1``, the label ``layers.1.mlp::mul#0`` belongs to ``layers.1``, and
     ``layers.10::add#0`` to none.
@@ -176,7 +175,5 @@ def region_in_label(label: str, regions: Iterable[str]) -> str:
 
 
 def kind_of(region: str) -> str:
-    """Return the name of a region (a module that a plan decides about) with its numbers replaced by ``*``, so that equal blocks
-    have equal names.
-    """
+    """Return the name of a region with its numbers replaced by ``*``, so that equal blocks have equal names."""
     return re.sub(r"\d+", "*", region)

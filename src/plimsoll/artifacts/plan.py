@@ -77,11 +77,11 @@ class RegionPlan(msgspec.Struct, frozen=True, kw_only=True):
     price_seconds_per_byte: float | None = None
     steady_inputs: tuple[str, ...] = ()
     value_read: str = ""
-    """The first line of the model's code in this region (a module that the plan decides about) that reads values of tensors
-    (``moe.py:62``), or "". Calls with other data may run other ops, or ops of other sizes.
+    """The first line of the model's code in this region that reads values of tensors (``moe.py:62``), or "". Calls with other
+    data may run other ops, or ops of other sizes.
     """
     input_bytes: int = 0
-    """The bytes of the tensors that the region (a module that the plan decides about) was called with."""
+    """The bytes of the tensors that the region was called with."""
     spare_bytes: int | None = 0
     """How many bytes of values that the plan does not know may be kept. A call has such values if its code took another branch
     than in the planned step.
@@ -94,12 +94,12 @@ class RegionPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_untouched(self) -> bool:
-        """Whether the plan keeps everything in this region (a module that the plan decides about)."""
+        """Whether the plan keeps everything in this region."""
         return not self.is_boundary_dropped and all(d.decision is Decision.KEEP for d in self.decisions)
 
     @property
     def is_left_alone(self) -> bool:
-        """Whether Plimsoll does not touch this region (a module that the plan decides about) at all.
+        """Whether Plimsoll does not touch this region at all.
 
         A region that reads values of tensors may save values that the plan does not know. If their bytes are limited, the
         region is managed although the plan keeps everything.
@@ -113,13 +113,12 @@ class RegionPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def packed(self) -> dict[str, str]:
-        """Maps the name of each compressed or offloaded value to its codec or link (to host memory or disk)."""
+        """Maps the name of each compressed or offloaded value to its codec or link."""
         return {d.value: d.form for d in self.decisions if d.is_packed}
 
     @property
     def effect(self) -> tuple[object, ...]:
-        """A key for comparing the plans of a region (a module that the plan decides about). Equal keys mean that both plans do
-        the same in the region.
+        """A key for comparing the plans of a region. Equal keys mean that both plans do the same in the region.
 
         Such plans differ only in predictions and reasons.
         """
@@ -137,13 +136,12 @@ class RegionPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def has_offload(self) -> bool:
-        """Whether any value of this region (a module that the plan decides about) is offloaded to host memory or disk."""
+        """Whether any value of this region is offloaded to host memory or disk."""
         return any(d.decision is Decision.OFFLOAD for d in self.decisions)
 
 
 def hiding(regions: Iterable[RegionPlan]) -> frozenset[str]:
-    """Return the names of the regions (modules that the plan decides about) that compute while values of another region are
-    transferred over a link (to host memory or disk).
+    """Return the names of the regions that compute while values of another region are transferred over a link.
 
     They are the regions that follow a region with offloaded values.
     """
@@ -236,8 +234,7 @@ class FrontierPoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CompiledUnit(msgspec.Struct, frozen=True, kw_only=True):
-    """Data: a module that torch.compile compiles, with its ``path`` in the model and the paths of the regions (modules that the
-    plan decides about) inside it.
+    """Data: a module that torch.compile compiles, with its ``path`` in the model and the paths of the regions inside it.
 
     ``options`` are torch.compile's options if the plan compiles a plain module itself; ``None`` if the user compiled it.
     ``copied_inputs`` lists inputs that backward reads as copies, in the format of ``RegionCall.copied_inputs`` in the trace.
@@ -278,10 +275,10 @@ class Plan(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
 
     KIND: ClassVar[str] = "plan"
     SCHEMA_VERSION: ClassVar[int] = 6
-    """Schema 2 added the price of regions (modules that the plan decides about) and the seconds of timeline points. Schema 3
-    added the bytes of the step without a plan to timeline points. In older files these fields are ``None``. Schema 4 added the
-    change to points of the frontier, and tiles; in older files both are empty. Schema 5 added the state that is offloaded, and
-    schema 6 the parameters that are stepped in backward; in older files there are none.
+    """Schema 2 added the price of regions and the seconds of timeline points. Schema 3 added the bytes of the step without a
+    plan to timeline points. In older files these fields are ``None``. Schema 4 added the change to points of the frontier, and
+    tiles; in older files both are empty. Schema 5 added the state that is offloaded, and schema 6 the parameters that are
+    stepped in backward; in older files there are none.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -330,9 +327,7 @@ class Plan(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
     """Maps each rank to its budget in bytes, if ranks with different budgets planned together. ``budget_bytes`` is then the
     smallest of these budgets."""
     compiled: tuple[CompiledUnit, ...] = ()
-    """The modules that torch.compile compiles; the plan's decisions for regions (modules that the plan decides about) in them
-    go through its partitioner.
-    """
+    """The modules that torch.compile compiles; the plan's decisions for regions in them go through its partitioner."""
     written: tuple[str, ...] = ()
     """Names of the parameters that forward or backward writes to in place. Measurements that run the step outside of training
     restore them afterwards.
@@ -348,8 +343,8 @@ class Plan(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
     """The module calls that run in tiles, a few rows at a time. The bounds and gaps of the plan hold for steps with these
     tiles."""
     state: OffloadedState | None = None
-    """Which optimizer state is on a link (to host memory or disk) between steps; ``None`` if all of it stays on the device. The
-    bounds and gaps of the plan hold for steps with this decision.
+    """Which optimizer state is on a link between steps; ``None`` if all of it stays on the device. The bounds and gaps of the
+    plan hold for steps with this decision.
     """
     backward_steps: BackwardSteps | None = None
     """Which parameters the optimizer steps while backward runs; ``None`` if it steps all of them at the end. The bounds and

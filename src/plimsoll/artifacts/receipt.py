@@ -209,8 +209,8 @@ class RegionOutcome(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def how(self) -> str:
-        """In words, how backward gets the tensors that this region (a module that the plan decides about) dropped: by running
-        recorded ops, one list or several, or by running forward again.
+        """In words, how backward gets the tensors that this region dropped: by running recorded ops, one list or several, or by
+        running forward again.
         """
         if self.engine is not Engine.RECIPE:
             return str(self.engine)
@@ -384,9 +384,7 @@ class Receipt(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def droppable_share(self) -> float:
-        """The share of the bytes saved by autograd in all regions (modules that the plan decides about) that could be
-        recomputed bit for bit, from 0 to 1.
-        """
+        """The share of the bytes saved by autograd in all regions that could be recomputed bit for bit, from 0 to 1."""
         total = sum(region.activation_bytes for region in self.regions)
         return sum(region.droppable_bytes for region in self.regions) / total if total else 0.0
 

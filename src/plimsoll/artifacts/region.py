@@ -23,7 +23,7 @@ A larger buffer is held instead and must not change before backward.
 
 
 class Origin(enum.StrEnum):
-    """Where a value of a region (a module that a plan decides about) comes from: an op of the region, or from outside."""
+    """Where a value of a region comes from: an op of the region, or from outside."""
 
     OP = "op"
     INPUT = "input"
@@ -33,8 +33,7 @@ class Origin(enum.StrEnum):
 
 
 class Value(msgspec.Struct, frozen=True, kw_only=True):
-    """Data: one version of one storage, in the graph of a region (a module that a plan decides about). Each write to a storage
-    makes a new value.
+    """Data: one version of one storage, in the graph of a region. Each write to a storage makes a new value.
 
     ``bytes`` is the number of bytes that rebuilding the value allocates: the size of the whole storage, or of one iteration's
     part if a loop runs the region and the storage holds the values of all iterations. ``storage`` is the id of the storage in
@@ -55,7 +54,7 @@ class Value(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RegionOp(msgspec.Struct, frozen=True, kw_only=True):
-    """Data: one op of the forward of a region (a module that a plan decides about).
+    """Data: one op of the forward of a region.
 
     ``reads`` and ``writes`` are ids of values. An in-place op reads the old version of a storage and writes the new version.
     ``cost_key`` names the op with its shapes in ``Costs``; ``tick`` is the op's position in the traced step. ``obstacle`` is
@@ -107,8 +106,8 @@ class Slot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RegionGraph(msgspec.Struct, frozen=True, kw_only=True):
-    """Data: the graph of one call of a region (a module that a plan decides about): its ops, values and slots (tensors that
-    autograd saved). An id is a position in its tuple.
+    """Data: the graph of one call of a region: its ops, values and slots (tensors that autograd saved). An id is a position in
+    its tuple.
 
     ``outputs`` are the ids of the values that the region returns.
     """

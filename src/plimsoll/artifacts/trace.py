@@ -143,20 +143,19 @@ class RegionCall(msgspec.Struct, frozen=True, kw_only=True):
     (``moe.py:62``), or "". Another batch may then run other ops here, or ops of other sizes.
     """
     is_emptied: bool = False
-    """Whether parameters that the region (a module that the plan decides about) reads are freed between its forward and its
-    backward, as a sharded model frees gathered parameters. Then nothing in the region can be rebuilt before the region's own
-    backward.
+    """Whether parameters that the region reads are freed between its forward and its backward, as a sharded model frees
+    gathered parameters. Then nothing in the region can be rebuilt before the region's own backward.
     """
     is_compiled: bool = False
-    """Whether torch.compile runs the region (a module that the plan decides about). A dropped value is then freed after its
-    last use in forward, not only when the region's forward ends.
+    """Whether torch.compile runs the region. A dropped value is then freed after its last use in forward, not only when the
+    region's forward ends.
     """
     copied_inputs: tuple[str, ...] = ()
     """Inputs of compiled code that backward reads as copies, because they change before backward runs. An entry ``key:`` names
     a graph by a key made of its inputs; an entry ``key:input#3`` names an input that changes outside that graph."""
     unpacks_at_once: bool = False
-    """Whether values may be compressed or offloaded although torch.compile runs the region (a module that the plan decides
-    about). All these values are then packed when the region's forward ends, and unpacked when its backward begins.
+    """Whether values may be compressed or offloaded although torch.compile runs the region. All these values are then packed
+    when the region's forward ends, and unpacked when its backward begins.
     """
 
 
@@ -208,11 +207,11 @@ class WatchedStep(msgspec.Struct, frozen=True, kw_only=True):
     An example is checkpointing. In a trace for planning, lifetimes of storages do not include the time that saved tensors hold
     them. Here they do, and ``trace`` includes the ops of forward that run again in backward.
 
-    ``trace`` does not have regions (modules that the plan decides about). Ticks below ``forward_end`` belong to forward, ticks
-    from there to ``backward_end`` to backward. ``recomputed`` lists the ticks of ops that ran forward again within backward.
-    ``output_ends`` maps each storage of the step's output to the tick at which it would be freed if the output did not hold it.
-    ``first_writes`` maps a gradient's storage that existed before the step to the tick at which it is first written.
-    ``without_gradient`` names the parameters that do not get a gradient.
+    ``trace`` does not have regions. Ticks below ``forward_end`` belong to forward, ticks from there to ``backward_end`` to
+    backward. ``recomputed`` lists the ticks of ops that ran forward again within backward. ``output_ends`` maps each storage of
+    the step's output to the tick at which it would be freed if the output did not hold it. ``first_writes`` maps a gradient's
+    storage that existed before the step to the tick at which it is first written. ``without_gradient`` names the parameters
+    that do not get a gradient.
     """
 
     trace: Trace

@@ -155,15 +155,15 @@ class _Family:
             group.add(recording)
 
     def opened(self, sizes: Sizes) -> list[Opened]:
-        """Return recordings (of torch calls and ops) at these input sizes. Numbers that change from call to call are replaced
-        by placeholders, so the recordings can be used for calls with any such numbers.
+        """Return recordings at these input sizes. Numbers that change from call to call are replaced by placeholders, so the
+        recordings can be used for calls with any such numbers.
         """
         found = (group.opened(self._not_rebuildable) for group in self._alike.get(sizes, ()))
         return [opened for opened in found if opened is not None]
 
     def at(self, sizes: Sizes) -> Resized | None:
-        """Return a recording (of one call's torch calls and ops) for these sizes, derived from the recordings at other sizes.
-        Return ``None`` if it cannot be derived.
+        """Return a recording for these sizes, derived from the recordings at other sizes. Return ``None`` if it cannot be
+        derived.
         """
         if not self._follows_sizes or not LEAST_RECORDINGS <= len(self._points) <= MOST_RECORDINGS:
             return None
@@ -190,13 +190,13 @@ class _AlikeRecordings:
         self._is_settled = False
 
     def fits(self, recording: Recording) -> bool:
-        """Return whether a recording (of one call's torch calls and ops) belongs to this group: whether its torch calls
-        returned tensors with the same numbers of dimensions.
+        """Return whether a recording belongs to this group: whether its torch calls returned tensors with the same numbers of
+        dimensions.
         """
         return _ranks(recording.stream) == _ranks(self._first.stream)
 
     def add(self, recording: Recording) -> None:
-        """Add the numbers (sizes, strides, constants) of one more recording (of torch calls and ops) to this group."""
+        """Add the numbers (sizes, strides, constants) of one more recording to this group."""
         noted: list[Number] = []
         _with_numbers(recording, _noting(noted), with_results=True)
         numbers = tuple(noted)
@@ -205,8 +205,7 @@ class _AlikeRecordings:
             self._is_settled = False
 
     def opened(self, not_rebuildable: Mapping[int, str]) -> Opened | None:
-        """Return one recording (of torch calls and ops) for all calls of this group. Numbers that change from call to call are
-        replaced by placeholders.
+        """Return one recording for all calls of this group. Numbers that change from call to call are replaced by placeholders.
 
         Return ``None`` if there are too few recordings, or if a call's numbers do not follow from its arguments.
         """
@@ -222,8 +221,8 @@ class _AlikeRecordings:
 
 
 class _OpenRecording:
-    """A recording (of one call's torch calls and ops) whose changing numbers are placeholders (`Unknown`), and the programs
-    that were made from it. A program drops and rebuilds a call's tensors.
+    """A recording whose changing numbers are placeholders (`Unknown`), and the programs that were made from it. A program drops
+    and rebuilds a call's tensors.
 
     ``points`` has the numbers of several recordings; ``with_results`` says whether they include the sizes and strides of
     tensors that torch calls returned. ``unknowns`` has, for each placeholder, its value in each recording.
@@ -273,8 +272,8 @@ class _OpenRecording:
         )
 
     def _described(self, values: tuple[Number, ...]) -> Number | Unknown:
-        """Describe one number of the recording (of one call's torch calls and ops) from its values in several recordings: the
-        number itself if all are equal, else a placeholder (`Unknown`).
+        """Describe one number of the recording from its values in several recordings: the number itself if all are equal, else
+        a placeholder (`Unknown`).
         """
         name = tuple(map(repr, values))  # distinguishes 1 from 1.0
         if len(set(name)) == 1:
@@ -286,8 +285,8 @@ class _OpenRecording:
 
 
 class _SizeRules:
-    """Computes the changing numbers of a recording (of one call's torch calls and ops) from the sizes of the inputs. Each
-    number has an expression that was fitted to the recordings.
+    """Computes the changing numbers of a recording from the sizes of the inputs. Each number has an expression that was fitted
+    to the recordings.
 
     ``sizes`` has the input sizes of the recordings, and ``unknowns`` has for each changing number its value in each recording.
     """
@@ -298,8 +297,8 @@ class _SizeRules:
         self._rules = [self._rule(values) for values in unknowns]
 
     def numbers_at(self, sizes: Sizes) -> tuple[Number, ...] | None:
-        """Return all changing numbers of the recording (of one call's torch calls and ops) at other input sizes, or ``None`` if
-        one of them cannot be computed there.
+        """Return all changing numbers of the recording at other input sizes, or ``None`` if one of them cannot be computed
+        there.
         """
         if not self._dimensions.can_tell(sizes):
             return None
@@ -316,8 +315,8 @@ class _SizeRules:
 
 
 class Opened:
-    """A recording (of one call's torch calls and ops) at one input size whose changing numbers are placeholders. It makes the
-    program for calls that differ only in these numbers.
+    """A recording at one input size whose changing numbers are placeholders. It makes the program for calls that differ only in
+    these numbers.
 
     ``is_told`` says whether all placeholders can be computed from a call's arguments. ``special`` has the indices of recordings
     with a number that may select other operations, such as 0: calls with these numbers need their own recipes.

@@ -168,9 +168,7 @@ class StreamGuard(LowestMode):
 
     @property
     def program(self) -> Any:
-        """The program (it drops and rebuilds a call's tensors) that handles this call's saved tensors, or ``None`` if its torch
-        calls match no recorded sequence.
-        """
+        """The program that handles this call's saved tensors, or ``None`` if its torch calls match no recorded sequence."""
         return None if self._place is None else self._place.program
 
     @property

@@ -101,8 +101,8 @@ class Inspector:
         Regions whose recipes have collectives are not inspected: finding the cause of a fault runs recipes again on this rank
         only, and the collectives would wait for the other ranks.
 
-        If the link (to host memory or disk) is full, the call is not inspected and a warning is raised; training continues.
-        While a CUDA graph is captured no call is inspected: the copies would go over the link.
+        If the link is full, the call is not inspected and a warning is raised; training continues. While a CUDA graph is
+        captured no call is inspected: the copies would go over the link.
         """
         if plan.collectives or (not self._is_thorough and plan.name != self._chosen) or is_capturing(plan.device_type):
             return None
@@ -214,9 +214,7 @@ class Inspection:
 
 
 PIECE_BYTES = 4 * MIB
-"""The smallest size in bytes of one piece. Reference copies of dropped tensors go over the link (to host memory or disk) piece
-by piece.
-"""
+"""The smallest size in bytes of one piece. Reference copies of dropped tensors go over the link piece by piece."""
 _MOST_PIECES = 64
 """The largest number of pieces for the reference copies of one region. It is limited because the program waits for each piece.
 
@@ -282,7 +280,7 @@ class ReferenceCopy:
         return Difference(differing, elements, furthest if math.isfinite(furthest) else None) if differing else None
 
     def bring_back(self) -> torch.Tensor:
-        """Return the tensor that forward saved, brought back from the other end of the link (to host memory or disk)."""
+        """Return the tensor that forward saved, brought back from the other end of the link."""
         like = self._like
         overlaps = any(stride == 0 and size > 1 for size, stride in zip(like.shape, like.stride(), strict=True))
         stride = torch.empty(like.shape, device="meta").stride() if overlaps else like.stride()

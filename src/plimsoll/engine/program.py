@@ -42,11 +42,11 @@ class Shared:
     """State that all regions of one managed model share.
 
     ``links`` are the connections between regions that rebuild each other's inputs. ``inputs`` are the inputs that regions hold.
-    ``packer`` encodes values or sends them over the link (to host memory or disk), ``transfers`` are the transfers under way,
-    ``policy`` says which calls are sampled, and ``inspector`` chooses the calls whose rebuilt tensors are all compared.
-    ``generators`` are the random generators of the CPU and of the model's devices. ``alarm`` counts the steps with calls that
-    made unknown torch calls. ``sensor`` measures in one step what lossy codecs would do, or is ``None``. ``larger`` reports
-    calls that are larger than all before, and ``order`` notices when regions run in a new order.
+    ``packer`` encodes values or sends them over the link, ``transfers`` are the transfers under way, ``policy`` says which
+    calls are sampled, and ``inspector`` chooses the calls whose rebuilt tensors are all compared. ``generators`` are the random
+    generators of the CPU and of the model's devices. ``alarm`` counts the steps with calls that made unknown torch calls.
+    ``sensor`` measures in one step what lossy codecs would do, or is ``None``. ``larger`` reports calls that are larger than
+    all before, and ``order`` notices when regions run in a new order.
 
     ``splits_backward`` says whether backward first computes the gradients of inputs and later the gradients of weights, from
     one graph (see ``split_backward``).
@@ -126,8 +126,8 @@ class Program:
         return self
 
     def with_numbers(self, given: Given) -> Program | None:
-        """Return this program (it drops and rebuilds a call's tensors), because its numbers are fixed. In `OpenProgram`, the
-        method of the same name makes a program for given numbers.
+        """Return this program, because its numbers are fixed. In `OpenProgram`, the method of the same name makes a program for
+        given numbers.
         """
         return self
 
@@ -230,7 +230,7 @@ class OpenProgram:
         assert latest is not None, "the numbers of recorded calls follow"
         self._latest_numbers = latest
         self.latest = make(latest)
-        """The program (it drops and rebuilds a call's tensors) that was made last, for the numbers of the most recent call."""
+        """The program that was made last, for the numbers of the most recent call."""
 
     def with_numbers(self, given: Given) -> Program | None:
         """Return the program (it drops and rebuilds tensors) for a call that passes the numbers ``given`` to torch. Return

@@ -87,9 +87,9 @@ def choose(
     """Return which values of a region to drop, pack and store, given the names of the values that a plan drops (``names``).
 
     Values that cannot be rebuilt are kept, and ``obstacles`` of the result says why. ``links`` are inputs that recomputing the
-    region before can rebuild. ``forms`` maps the name of a value to pack to the name of its codec or link (to host memory or
-    disk). ``is_private`` says for such a name whether the values that come back cannot be used to rebuild other values (only
-    signs come back, for example).
+    region before can rebuild. ``forms`` maps the name of a value to pack to the name of its codec or link. ``is_private`` says
+    for such a name whether the values that come back cannot be used to rebuild other values (only signs come back, for
+    example).
     """
     slot_values = {slot.value for slot in graph.slots if slot.is_managed}
     packed = {v: forms[graph.values[v].name] for v in slot_values - links if forms and graph.values[v].name in forms}
@@ -127,9 +127,9 @@ class ReplayPlan:
     """Data: what happens to each value of one region in calls with one signature (shapes and dtypes). Derived attributes are
     computed at first use and cached.
 
-    ``codecs`` maps each packed value to its codec, or to ``None`` for a value that goes over the link (to host memory or disk).
-    ``parameters`` are pairs of graph value and source, for all parameters and buffers that ops read. ``not_rebuildable`` maps
-    the values that no recipe can rebuild to the reason.
+    ``codecs`` maps each packed value to its codec, or to ``None`` for a value that goes over the link. ``parameters`` are pairs
+    of graph value and source, for all parameters and buffers that ops read. ``not_rebuildable`` maps the values that no recipe
+    can rebuild to the reason.
     """
 
     name: str
@@ -346,8 +346,8 @@ class ReplayPlan:
         cannot be rebuilt.
 
         The next region has the outputs rebuilt if it does not hold its input, which is such an output. ``cells`` are the
-        objects with the call's saved tensors, ``packed`` the values that are held by a codec or link (to host memory or disk),
-        and ``link`` reads the output of the region before.
+        objects with the call's saved tensors, ``packed`` the values that are held by a codec or link, and ``link`` reads the
+        output of the region before.
         """
         wanted = self._boundary_values
         readable: dict[int, Readable] = {value: cells[slot] for value, slot in self._cell_of.items()}

@@ -140,9 +140,7 @@ class Service:
         return None
 
     def learn(self, stream: Stream, program: Program) -> None:
-        """Store the program (it drops and rebuilds a call's tensors) that was made from a recorded call. Later calls that make
-        the same torch calls use it.
-        """
+        """Store the program that was made from a recorded call. Later calls that make the same torch calls use it."""
         if self.find(stream) is program:
             if self._programs.pop(stream, None) is not None:
                 self._programs[stream] = program
@@ -154,8 +152,8 @@ class Service:
         self._grow_tree()
 
     def open(self, pattern: Stream, program: OpenProgram) -> None:
-        """Add a program (it drops and rebuilds a call's tensors) for all calls whose torch calls match ``pattern``, a sequence
-        with placeholders for changing numbers. Stop recording calls.
+        """Add a program for all calls whose torch calls match ``pattern``, a sequence with placeholders for changing numbers.
+        Stop recording calls.
         """
         self._programs = {
             stream: known for stream, known in self._programs.items() if numbers_in(stream, pattern) is None
@@ -175,8 +173,8 @@ class Service:
         self._grow_tree()
 
     def knows(self, pattern: Stream) -> bool:
-        """Return whether `open` has added a program (it drops and rebuilds a call's tensors) for this pattern, a sequence of
-        torch calls with placeholders for changing numbers.
+        """Return whether `open` has added a program for this pattern, a sequence of torch calls with placeholders for changing
+        numbers.
         """
         return pattern in self._open
 

@@ -141,7 +141,7 @@ class Refused:
 
 
 class Packer:
-    """Packs saved values of one managed model: encodes them with codecs, or sends them over the link (to host memory or disk).
+    """Packs saved values of one managed model: encodes them with codecs, or sends them over the link.
 
     ``link_form`` is the name that the plan uses for the link, if that is not the link's own name.
     """
@@ -149,12 +149,10 @@ class Packer:
     def __init__(self, link: Link | None, link_form: str = "") -> None:
         self._link = link
         self.link_form = link_form or ("" if link is None else link.name)
-        """The name that plans use for the link (to host memory or disk), or an empty string without a link."""
+        """The name that plans use for the link, or an empty string without a link."""
 
     def use_link(self, link: Link, link_form: str) -> None:
-        """Send values over this link (to host memory or disk) from now on. It is called once, if this object was made without a
-        link.
-        """
+        """Send values over this link from now on. It is called once, if this object was made without a link."""
         self._link, self.link_form = link, link_form
 
     def codec(self, form: str) -> Codec | None:
@@ -171,7 +169,7 @@ class Packer:
 
     def pack(self, source: Source, form: str, *, seed: int, most_bytes: int | None) -> Readable:
         """Encode or send a saved tensor, and return the object to hold instead of it. ``form`` is the name of a codec or of the
-        link (to host memory or disk).
+        link.
 
         Raises:
             OffloadFailed: the link is full.
@@ -196,8 +194,8 @@ class Packer:
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """Data: how one value is packed: its codec or link (to host memory or disk), and the saved tensors (numbers in the order of
-    saving) that are views of the value.
+    """Data: how one value is packed: its codec or link, and the saved tensors (numbers in the order of saving) that are views
+    of the value.
 
     ``most_bytes`` is the limit for the size of the payload, or ``None`` if the size is known or no limit was planned.
     """

@@ -187,8 +187,8 @@ class StageOfRank:
         return Decided(run_choices(planner.index, choices_of(planner.index, plan.regions)), plan)
 
     def named_choices(self, index: StepIndex, strategy: str) -> tuple[Choice, ...]:
-        """Return the decisions of a named strategy: for each region (a module that the plan decides about), the choice of
-        values that are kept, recomputed or offloaded.
+        """Return the decisions of a named strategy: for each region, the choice of values that are kept, recomputed or
+        offloaded.
 
         If blocks run in fused kernels, values that these kernels do not save are dropped.
         """

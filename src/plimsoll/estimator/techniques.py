@@ -279,9 +279,7 @@ def _saved_by_products(trace: Trace, ticks: list[int]) -> tuple[dict[int, int], 
 
 
 def _resized(trace: Trace, shares: Mapping[int, float]) -> Trace:
-    """Return the trace with the bytes of some storages scaled by their share, in the storages and in the values of regions
-    (modules that the plan decides about).
-    """
+    """Return the trace with the bytes of some storages scaled by their share, in the storages and in the values of regions."""
     regions = tuple(
         replace(
             call,

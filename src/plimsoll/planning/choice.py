@@ -28,7 +28,7 @@ from plimsoll.planning.step import RegionView, StepIndex, provider_of
 
 Packed = frozenset[tuple[int, str]]
 """A set of pairs (value, form). The value is an id in the graph of a region. The form is the name of the codec that compresses
-the value, or of the link (to host memory or disk) that offloads it.
+the value, or of the link that offloads it.
 """
 
 
@@ -47,9 +47,7 @@ class Choice:
 
     @cached_property
     def forms(self) -> dict[int, str]:
-        """A mapping from each packed (compressed or offloaded) value to the name of its form, which is a codec or a link (to
-        host memory or disk).
-        """
+        """A mapping from each packed (compressed or offloaded) value to the name of its form, which is a codec or a link."""
         return dict(self.packed)
 
     def without(self, values: frozenset[int]) -> Choice:
@@ -111,7 +109,7 @@ def link_bytes(view: RegionView, choice: Choice) -> int:
 def packing_seconds(index: StepIndex, view: RegionView, choice: Choice) -> float:
     """Return the seconds per step that the compressed and offloaded values of a region add.
 
-    They are the seconds to encode and decode values, and to wait for the link (to host memory or disk).
+    They are the seconds to encode and decode values, and to wait for the link.
     """
     forms = forms_of(view, choice)
     return sum(form.seconds for form in forms) + _waiting_seconds(index, view, forms)

@@ -59,7 +59,7 @@ _PAIRED_VALUES = 10
 
 @dataclass(frozen=True, slots=True)
 class ChoiceSet:
-    """Data: all choices (what to keep or recompute) of one region, with the memory and time of each.
+    """Data: all choices of one region, with the memory and time of each.
 
     These are its ``effects``. Regions that are alike share one set. With ``is_complete``, every possible choice that is missing
     has the same effect as one in the set, or is worse. All effects are then exact.
@@ -85,7 +85,7 @@ def generate_choices(
     most_squared_error: float = 0.0,
     known: dict[Hashable, ChoiceSet] | None = None,
 ) -> tuple[ChoiceSet, ...]:
-    """Return, for each region of a step, the set of its choices (what to keep or recompute).
+    """Return, for each region of a step, the set of its choices.
 
     The sets are in the order of regions; regions that are alike share one set.
 
@@ -372,8 +372,8 @@ def _is_read_by(index: StepIndex, view: RegionView, value: int, instant: int) ->
 def _undominated(effects: list[Effect]) -> tuple[Effect, ...]:
     """Return the effects of the choices that no other choice dominates.
 
-    A choice dominates another if it is at most as large in seconds, in gradient error, in bytes on the link (to host memory or
-    disk), and in added bytes at each instant.
+    A choice dominates another if it is at most as large in seconds, in gradient error, in bytes on the link, and in added bytes
+    at each instant.
     """
     order = sorted(
         effects,

@@ -66,7 +66,7 @@ def write_plan(simulation: Simulation, baseline: Simulation, strategy: str, regi
     """Return a plan for a simulated step that a strategy made. The plan has neither a budget nor a lower bound.
 
     Args:
-        simulation: the step under its choices (what to keep or recompute).
+        simulation: the step under its choices.
         baseline: the same step with everything kept.
         strategy: the name of the strategy that made the choices.
         region_prices: for each region, the seconds per step that one held byte costs, as for ``decide``.

@@ -47,8 +47,7 @@ class Relief(NamedTuple):
     def span(self, frame: RegionFrame) -> Span:
         """Return when this relief applies in the step of a given region: the first instant, and the first instant after it.
 
-        A relief is a number of bytes that a choice (what to keep or recompute) does not add for a part of the time between
-        forward and backward.
+        A relief is a number of bytes that a choice does not add for a part of the time between forward and backward.
         """
         origin = frame.start if self.is_before_backward else frame.exit
         return origin + self.start, origin + self.stop
@@ -56,8 +55,7 @@ class Relief(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Effect:
-    """Data: what one choice (what to keep or recompute) of one region adds to the bytes that no decision changes, and to the
-    step's time.
+    """Data: what one choice of one region adds to the bytes that no decision changes, and to the step's time.
 
     ``copied_bytes`` are added from the region's first instant on, and ``exit_bytes`` in addition at the last instant of its
     forward. ``retained_bytes`` (copies included) are added between its forward and its backward, and ``backward`` has the bytes
@@ -115,8 +113,7 @@ def relief_spans(index: StepIndex, frame: RegionFrame, storage: int) -> list[Spa
 
 
 def likeness(index: StepIndex, view: RegionView) -> Hashable:
-    """Return a key that is equal for two regions if equal choices (what to keep or recompute) add equal memory and time in
-    both.
+    """Return a key that is equal for two regions if equal choices add equal memory and time in both.
 
     So the effects of choices have to be measured only once for such regions.
     """
@@ -146,9 +143,7 @@ def program(view: RegionView) -> Hashable:
 
 
 def structure(view: RegionView) -> Hashable:
-    """Return a key that is equal for two regions if they have the same possible choices (what to keep or recompute), whatever
-    the choices cost.
-    """
+    """Return a key that is equal for two regions if they have the same possible choices, whatever the choices cost."""
     graph = view.graph
     ops = tuple((op.reads, op.writes, op.obstacle) for op in graph.ops)
     values = tuple((v.bytes, v.producer, v.origin.value) for v in graph.values)

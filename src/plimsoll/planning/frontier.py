@@ -67,7 +67,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Hull:
-    """Data: a lower convex hull of the choices (what to keep or recompute) of a region, by bytes held and seconds added.
+    """Data: a lower convex hull of the choices of a region, by bytes held and seconds added.
 
     It has the choices at the hull's vertices, most bytes first, and lines: lower bounds of seconds that hold for all choices.
     """
@@ -195,7 +195,7 @@ def _mode(view: RegionView, value: int, form: Form) -> Mode:
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """Data: the prices of one sweep, a search for the cheapest choices (what to keep or recompute) at many prices of a byte.
+    """Data: the prices of one sweep, a search for the cheapest choices at many prices of a byte.
 
     With a ``link_share``, a byte sent costs this share of the price of a byte held. If ``least_error`` is not 0, forms (codecs
     or offload) are missing from the prices, and each choice that uses a missing form has at least this squared error.

@@ -65,16 +65,15 @@ STAGE_SECONDS = 2.0
 whole search in shallow models."""
 FLOOR_GAP = 2e-3
 NEAR_FLOOR = 1e-2
-"""The search for the smallest peak stops when its result is at most this share above the optimum, if there are many choices
-(what to keep or recompute). If there are few, the share is ``FLOOR_GAP``.
+"""The search for the smallest peak stops when its result is at most this share above the optimum, if there are many choices. If
+there are few, the share is ``FLOOR_GAP``.
 """
 _HAIR = 1e-9
 """Tolerance for rounding in linear programs. Peaks that differ by at most this share count as equal, and a reduced cost less
 than this below 0 counts as 0."""
 _SPARED, _JOINING = 32, 3
-"""Linear programs start with one choice (what to keep or recompute) in 32; then up to 3 choices of each region (module call)
-join at a time. The optimum is the same as with all choices from the start, in a third to a fifth of the time
-(docs/project/design/many-choices-at-once.md).
+"""Linear programs start with one choice in 32; then up to 3 choices of each region (module call) join at a time. The optimum is
+the same as with all choices from the start, in a third to a fifth of the time (docs/project/design/many-choices-at-once.md).
 """
 
 
@@ -82,9 +81,9 @@ join at a time. The optimum is the same as with all choices from the start, in a
 class Selection:
     """Data: the result of one run of the solver.
 
-    ``effects`` has the choice (what to keep or recompute) taken for each region, with its memory and time; ``None`` if the
-    solver found no combination. ``lower_value`` is a proven lower bound of the minimised number (seconds added to the step, or
-    bytes of the peak). ``is_finished`` is False if the time ran out.
+    ``effects`` has the choice taken for each region, with its memory and time; ``None`` if the solver found no combination.
+    ``lower_value`` is a proven lower bound of the minimised number (seconds added to the step, or bytes of the peak).
+    ``is_finished`` is False if the time ran out.
     """
 
     effects: tuple[Effect, ...] | None
@@ -94,7 +93,7 @@ class Selection:
 
 @dataclass(frozen=True, slots=True)
 class Relaxed:
-    """Data: the optimum of the relaxed program, which may mix choices (what to keep or recompute) of one region.
+    """Data: the optimum of the relaxed program, which may mix choices of one region.
 
     ``shares`` has, for each choice of each region in one row, its share in the mix. ``window_prices`` has, for each window (a
     stretch of the step), the seconds per step that one more byte in it would save (the duals of row 4). ``reduced_seconds``
@@ -108,9 +107,7 @@ class Relaxed:
 
 
 class ChoiceProblem:
-    """The mixed-integer program that picks one choice (what to keep or recompute) for each region of a step. It is built once,
-    for many budgets.
-    """
+    """The mixed-integer program that picks one choice for each region of a step. It is built once, for many budgets."""
 
     def __init__(
         self, index: StepIndex, sets: Sequence[ChoiceSet], time_limit_seconds: float, limits: Limits | None = None

@@ -75,16 +75,12 @@ class Ladder(Generic[S]):
         self._all = ShapedPlans(())
 
     def extend(self, plans: Iterable[Plan]) -> None:
-        """Add more plans to the ladder (plans with falling peaks). They become rungs (plans whose memory is known at any shape)
-        on first use.
-        """
+        """Add more plans to the ladder. They become rungs (plans whose memory is known at any shape) on first use."""
         self._waiting += plans
         self._known.clear()
 
     def at(self, shape: S) -> tuple[Forecast, ...]:
-        """Return one forecast (memory and time) for each plan of the ladder (plans with falling peaks) at a batch shape that
-        the family knows.
-        """
+        """Return one forecast (memory and time) for each plan of the ladder at a batch shape that the family knows."""
         if shape not in self._known:
             if len(self._known) >= _MOST_KNOWN:
                 self._known.clear()

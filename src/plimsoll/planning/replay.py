@@ -147,8 +147,7 @@ class _Part:
 def replay(
     index: StepIndex, choices: Mapping[int, Choice], linked: Mapping[int, frozenset[int]], watch: int = -1
 ) -> Replay:
-    """Simulate the recomputation of these regions together, and return the bytes and ops that their choices (what to keep or
-    recompute) add.
+    """Simulate the recomputation of these regions together, and return the bytes and ops that their choices add.
 
     Args:
         index: the step.

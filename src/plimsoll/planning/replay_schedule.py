@@ -66,7 +66,7 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Data: how and when one region recomputes its dropped values, for one choice (what to keep or recompute) of stored values.
+    """Data: how and when one region recomputes its dropped values, for one choice of stored values.
 
     ``segments`` has one entry for each dropped slot (saved tensor), in the order of reading. ``leaves`` maps each dropped slot
     to the stored values that it is rebuilt from, directly or through other ops. A dropped slot keeps exactly these values

@@ -25,7 +25,7 @@ from plimsoll.planning.windows import Windows
 
 Floats = npt.NDArray[np.float64]
 Taken = tuple[int, ...]
-"""A combination of choices: for each region, the position of its choice (what to keep or recompute) in the region's list."""
+"""A combination of choices: for each region, the position of its choice in the region's list."""
 
 _SUPPORT = 1e-6
 """A choice with a smaller share than this is not part of the relaxed optimum: the share is noise of the linear program."""
@@ -64,8 +64,7 @@ QUICK, THOROUGH = Effort(256, 2_000_000, 2), Effort(1024, 8_000_000, 4)
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """The limits on a combination of choices (what to keep or recompute), and the figures of the choices, to tell which
-    combinations fit.
+    """The limits on a combination of choices, and the figures of the choices, to tell which combinations fit.
 
     The limits are on the bytes in each window (a stretch of the step), and on the gradient error and the offloaded bytes of all
     regions together.
@@ -103,7 +102,7 @@ class Room:
 
 
 def round_down(room: Room, shares: Floats) -> Taken | None:
-    """Turn a relaxed optimum, which mixes choices (what to keep or recompute), into one choice for each region.
+    """Turn a relaxed optimum, which mixes choices, into one choice for each region.
 
     The choices fit the limits together. ``None`` if they cannot be made to fit.
 
@@ -123,7 +122,7 @@ def round_down(room: Room, shares: Floats) -> Taken | None:
 
 
 def speed_up(room: Room, taken: Taken) -> Taken:
-    """Return a combination like ``taken``, but with faster choices (what to keep or recompute) where the limits allow this."""
+    """Return a combination like ``taken``, but with faster choices where the limits allow this."""
     search = _Search(room, list(taken))
     search.improve()
     return tuple(search.taken)
@@ -137,7 +136,7 @@ def search_near(
     enough_seconds: float,
     effort: Effort = THOROUGH,
 ) -> Taken | None:
-    """Return the fastest combination of choices (what to keep or recompute) that is found near a relaxed optimum.
+    """Return the fastest combination of choices that is found near a relaxed optimum.
 
     The seconds of a combination are the relaxed optimum's seconds, plus the reduced costs of its choices, plus the value of the
     room that it leaves unused. So partial combinations are ranked by their reduced costs, and dropped if these exceed the
@@ -174,8 +173,8 @@ def search_near(
 def lower_peak(windows: Windows, limits: Limits, reduced: Floats, start: Taken, least_bytes: int) -> Taken:
     """Return a combination with a smaller peak than the peak of ``start``, or ``start`` if the search finds nothing.
 
-    The search stops at a peak of ``least_bytes``, because no peak can be smaller. ``reduced`` has, for each choice (what to
-    keep or recompute) of each region, a lower bound of how much the peak grows if the choice is taken whole.
+    The search stops at a peak of ``least_bytes``, because no peak can be smaller. ``reduced`` has, for each choice of each
+    region, a lower bound of how much the peak grows if the choice is taken whole.
     """
     best, stale = start, 0
     beam = _Beam(windows, limits, reduced, QUICK)

@@ -108,8 +108,8 @@ def _as_one_code(index: StepIndex, choices: Sequence[Choice]) -> Sequence[Choice
 class StepReplays:
     """The simulated recomputation of all regions of one step, and the memory that it takes.
 
-    There is one choice (what to keep or recompute) for each region. Regions are replayed together if one drops its input and
-    the other rebuilds it. ``watch`` is an instant at which the replays list their live buffers (see ``replay``); -1 for none.
+    There is one choice for each region. Regions are replayed together if one drops its input and the other rebuilds it.
+    ``watch`` is an instant at which the replays list their live buffers (see ``replay``); -1 for none.
     """
 
     def __init__(self, index: StepIndex, choices: Sequence[Choice], watch: int = -1) -> None:
@@ -178,7 +178,7 @@ def _replayed(
 
 
 def replay_seconds(index: StepIndex, choices: Mapping[int, Choice], ops: Sequence[tuple[int, int]]) -> float:
-    """Return the seconds that the given regions add to the step under these choices (what to keep or recompute).
+    """Return the seconds that the given regions add to the step under these choices.
 
     They are the seconds of the recomputed ``ops`` ((region, op) pairs), of encoding, decoding and waiting for transfers, and of
     Plimsoll's own work in the regions that it changes.

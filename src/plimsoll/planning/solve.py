@@ -343,8 +343,7 @@ class Planner:
 
     @property
     def ladder(self) -> list[Simulation]:
-        """A list of simulated steps, one for each plan of the ladder (plans with falling peaks), and one for each other plan
-        with a low peak.
+        """A list of simulated steps, one for each plan of the ladder, and one for each other plan with a low peak.
 
         The ladder's plans are the fastest at budgets spread evenly from the floor (lowest reachable peak) to the unmanaged
         (without a plan) peak. They are computed on first use, because the first step under ``attach`` needs only the floor.
@@ -423,8 +422,7 @@ class Planner:
         return bound
 
     def frontier(self) -> tuple[FrontierPoint, ...]:
-        """Return a point (peak in bytes, step seconds) for each plan of the ladder (plans with falling peaks) that is best in
-        its way, lowest peak first.
+        """Return a point (peak in bytes, step seconds) for each plan of the ladder that is best in its way, lowest peak first.
 
         A plan is left out if another plan has a peak and seconds that are both at most as large.
         """

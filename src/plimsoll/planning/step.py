@@ -121,8 +121,7 @@ class RegionView:
 
 @dataclass(frozen=True, slots=True)
 class Transfers:
-    """Data: a schedule of transfers over a link (to host memory or disk), used instead of Plimsoll's own schedule to simulate
-    other frameworks.
+    """Data: a schedule of transfers over a link, used instead of Plimsoll's own schedule to simulate other frameworks.
 
     ``spans`` maps (region, value) to two instants: when the device frees the value, and when the device allocates room for the
     value again. A value that is read between the two instants is brought back when it is read. ``waiting_seconds`` maps each
@@ -180,7 +179,7 @@ class StepIndex:
         """The schedule of transfers to simulate; ``None`` for Plimsoll's own schedule, which has one window per transfer."""
 
     def scheduled(self, transfers: Transfers | None) -> StepIndex:
-        """Return a copy of the step whose transfers over the link (to host memory or disk) follow the given schedule.
+        """Return a copy of the step whose transfers over the link follow the given schedule.
 
         ``None`` means Plimsoll's own schedule.
         """
@@ -196,7 +195,7 @@ class StepIndex:
         return 0.0 if cost is None else cost.seconds
 
     def replay_seconds(self, cost_key: str) -> float:
-        """Return the seconds that it takes to run the op with this cost key (an op with its shapes) again in backward.
+        """Return the seconds that it takes to run the op with this cost key again in backward.
 
         Plimsoll's own work for a recomputed op is included.
         """
@@ -245,8 +244,7 @@ class StepIndex:
 
         It is the next region call, if its backward ends before the backward of ``region`` starts. Each transfer has one window:
         the next call's forward, or its backward. So the bytes at each instant do not depend on the link's speed, and the cost
-        of a region's choice (what to keep or recompute) does not depend on other regions
-        (docs/project/design/one-window-per-transfer.md).
+        of a region's choice does not depend on other regions (docs/project/design/one-window-per-transfer.md).
         """
         if region + 1 >= len(self.views):
             return None
@@ -362,8 +360,7 @@ class StepIndex:
 
 
 def boundary_values(index: StepIndex, view: RegionView) -> frozenset[int]:
-    """Return the ids of the saved inputs of a region that are not held if a choice (what to keep or recompute) drops the
-    region's input.
+    """Return the ids of the saved inputs of a region that are not held if a choice drops the region's input.
 
     An earlier region made these inputs and can rebuild them. The result is empty if several regions made them.
     """

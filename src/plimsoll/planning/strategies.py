@@ -203,8 +203,7 @@ def _fewest_bytes(view: RegionView) -> Choice:
 
 
 def choose_form(index: StepIndex, name: str) -> tuple[Choice, ...]:
-    """Return one choice (what to keep or recompute) for each region that holds its values in the form ``name``: a codec, or
-    ``offload``.
+    """Return one choice for each region that holds its values in the form ``name``: a codec, or ``offload``.
 
     Values that cannot take this form are kept unchanged. Values that a lossy codec cannot take, such as masks, are compressed
     without loss.
@@ -328,8 +327,7 @@ STRATEGIES: dict[str, Callable[[StepIndex, str], tuple[Choice, ...]]] = {
     "selective": choose_selective,
     "sqrt": choose_sqrt,
 }
-"""Maps the name of a strategy (the part before the colon) to a function that returns one choice (what to keep or recompute) for
-each region.
+"""Maps the name of a strategy (the part before the colon) to a function that returns one choice for each region.
 
 The function takes the step and the text after the colon. ``auto`` is missing, because ``solve`` itself finds its choices.
 """
@@ -453,7 +451,7 @@ def refuse_unknown_ops(strategy: str, ops: Collection[str]) -> None:
 
 
 def strategy_choices(index: StepIndex, strategy: str) -> tuple[Choice, ...]:
-    """Return the choice (what to keep or recompute) of every region under a named strategy.
+    """Return the choice of every region under a named strategy.
 
     Args:
         index: the step.

@@ -70,17 +70,15 @@ class MemoryAccount:
         return dataclasses.replace(self, optimizer_state=state, waiting_gradients=waiting, outside_model=outside)
 
     def adding_state(self, new_bytes: int) -> MemoryAccount:
-        """Return a copy of the account (bytes that predictions lack) with ``new_bytes`` more optimizer state."""
+        """Return a copy of the account with ``new_bytes`` more optimizer state."""
         return dataclasses.replace(self, optimizer_state=self.optimizer_state + new_bytes)
 
     def holding(self, held_by_loop: int) -> MemoryAccount:
-        """Return a copy of the account (bytes that predictions lack) for a training loop that now holds
-        ``held_by_loop`` bytes.
-        """
+        """Return a copy of the account for a training loop that now holds ``held_by_loop`` bytes."""
         return dataclasses.replace(self, held_by_loop=held_by_loop)
 
     def withholding(self, withheld: int) -> MemoryAccount:
-        """Return a copy of the account (bytes that predictions lack) with ``withheld`` bytes, which plans may not use now."""
+        """Return a copy of the account with ``withheld`` bytes, which plans may not use now."""
         return dataclasses.replace(self, withheld=withheld)
 
 
@@ -94,7 +92,7 @@ class PlanRoom:
         self.budget_bytes = budget_bytes
 
     def bytes(self, growth: float = 1.0) -> int:
-        """Return the room in bytes: the budget minus the account (bytes that predictions lack).
+        """Return the room in bytes: the budget minus the account.
 
         ``growth`` is the bytes of activations at the batch's shape, divided by those at the first shape.
         """

@@ -983,9 +983,7 @@ class Attachment(ShowsFigures, RemovedAtEnd):
         return bytes_ + bytes_ // 100 if tried.is_over else bytes_
 
     def _run_from_now_on(self, traced: PlannedStep, plan: Plan) -> None:
-        """Apply the first plan for the budget. If there is a ladder (plans with falling peaks), begin it with this plan, and
-        later calls choose from it.
-        """
+        """Apply the first plan for the budget. A ladder begins with this plan, and later calls choose from the ladder."""
         traced.planner.gradients = None  # no plan is tried any more, and they are as large as the parameters
         if self._has_ladder:
             # A replay runs no collective, so ranks may run different plans. Only traces with collectives need other ranks.
@@ -1088,9 +1086,7 @@ class Attachment(ShowsFigures, RemovedAtEnd):
     # Reactions: running
 
     def choose_plan(self, call: TrainingCall) -> None:
-        """Apply the cheapest plan of the ladder (plans with falling peaks) that keeps a batch of this shape within the
-        budget.
-        """
+        """Apply the cheapest plan of the ladder that keeps a batch of this shape within the budget."""
         if self._known.shaped is None:
             return
         self._known.shaped.wait_for(self._planned_step.planner.in_flight)
@@ -1280,8 +1276,8 @@ class Attachment(ShowsFigures, RemovedAtEnd):
                 self._replan(f"the optimizer has {format_bytes(new_bytes)} of new state")
 
     def _is_held_changed(self) -> bool:
-        """Return True if the bytes that the training loop holds at the beginning of a step differ from the bytes in the account
-        (bytes that predictions lack).
+        """Return True if the bytes that the training loop holds at the beginning of a step differ from the bytes in the
+        account.
 
         Always False on ranks that share one plan: they would have to agree before each step.
         """
@@ -1337,8 +1333,7 @@ class Attachment(ShowsFigures, RemovedAtEnd):
         """Called after a step ran out of memory under a plan for the budget. Switch to a plan whose peak is halfway between the
         current plan's peak and the lowest peak. Return True if some rank has such a plan.
 
-        With a ladder (plans with falling peaks), each rank that ran out of memory takes a plan of its own. Without a ladder,
-        all ranks take the same plan.
+        With a ladder, each rank that ran out of memory takes a plan of its own. Without a ladder, all ranks take the same plan.
         """
         if self._known.shaped is not None:
             tighter = self._known.shaped.tighten() if is_own else None
@@ -1375,16 +1370,14 @@ class Attachment(ShowsFigures, RemovedAtEnd):
         return self._work.plan
 
     def _solve_for_budget(self, traced: PlannedStep) -> Plan:
-        """Solve the plan for the tightest rank (the rank with the least memory to spare): for its budget minus its account
-        (bytes that predictions lack).
-        """
+        """Solve the plan for the tightest rank (the rank with the least memory to spare): for its budget minus its account."""
         planner = traced.planner
         excess_bytes = planner.ranks.excess_bytes(self._known.room.account.total_bytes())
         return planner.solve(planner.budget_bytes, excess_bytes=excess_bytes, error_scale=traced.error_scale)
 
     def _replan(self, why: str) -> None:
-        """Solve the plan again, because the account (bytes that predictions lack) has changed, and apply it. If no plan fits,
-        warn and apply the plan with the lowest peak.
+        """Solve the plan again, because the account has changed, and apply it. If no plan fits, warn and apply the plan with
+        the lowest peak.
         """
         if self._known.shaped is not None:
             return  # with a ladder, `choose_plan` follows in the same call

@@ -192,9 +192,7 @@ def _sampled(trace: Trace) -> frozenset[RegionKey]:
 
 
 def _measure_link(options: PlanOptions, device: torch.device, trace: Trace) -> tuple[LinkCost | None, LinkSpeed | None]:
-    """Return the cost of the link (to host memory or disk) and its whole measurement, or ``None`` for both if plans may not
-    offload.
-    """
+    """Return the cost of the link and its whole measurement, or ``None`` for both if plans may not offload."""
     if not options.may_offload:
         return None, None
     name = options.link or default_link_name(device)
@@ -383,8 +381,7 @@ def _is_statistic(graph: RegionGraph, name: str) -> bool:
 
 
 def _worthwhile(forms: Sequence[Form], wished: Collection[str]) -> list[Form]:
-    """Return the forms that are worth offering to the planner. A form is a way to hold one tensor: a codec, or the link (to
-    host memory or disk).
+    """Return the forms that are worth offering to the planner. A form is a way to hold one tensor: a codec, or the link.
 
     A form is left out if another one is at least as good in bytes, seconds and error, and better in one of them. Forms that the
     user has named (``wished``) always stay.

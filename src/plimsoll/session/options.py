@@ -225,8 +225,8 @@ class PlanOptions:
                 )
 
     def refuse_tiles(self, what: str) -> None:
-        """Raise an error if tiles (parts of a few rows), offloaded optimizer state or steps in backward are allowed where they
-        are not supported. ``what`` is the subject of its first sentence.
+        """Raise an error if tiles, offloaded optimizer state or steps in backward are allowed where they are not supported.
+        ``what`` is the subject of its first sentence.
         """
         if self.may_step_in_backward:
             raise InvalidStrategy(
@@ -386,9 +386,7 @@ def read_error(max_error: float | str) -> float:
 
 
 def _read_link(link: str | None) -> str:
-    """Check the name of a link (to host memory or disk), and return it. ``None`` gives "", which means the device's default
-    link.
-    """
+    """Check the name of a link, and return it. ``None`` gives "", which means the device's default link."""
     if link is None or link in LINK_NAMES:
         return link or ""
     raise InvalidOption(

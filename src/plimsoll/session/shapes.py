@@ -83,8 +83,8 @@ class _Steps:
 
 
 class _Written(NamedTuple):
-    """Data: the plan for one batch shape, and what it was made from: a rung (plan of the ladder), its forecast of memory and
-    time, and the bytes between its peak and the limit for plans.
+    """Data: the plan for one batch shape, and what it was made from: a rung, its forecast of memory and time, and the bytes
+    between its peak and the limit for plans.
     """
 
     plan: Plan
@@ -93,8 +93,7 @@ class _Written(NamedTuple):
     spare_bytes: int
 
     def is_for(self, rung: Plan, forecast: Forecast, spare_bytes: int) -> bool:
-        """Return True if this plan was made from this rung (plan of the ladder) for this forecast, so that it can be used
-        again.
+        """Return True if this plan was made from this rung for this forecast, so that it can be used again.
 
         The spare bytes are compared only if some region (managed module) reads values of tensors.
         """
@@ -315,7 +314,7 @@ class ShapePlans:
         the batch's step.
 
         Raises:
-            BudgetBelowFloor: no rung (plan of the ladder) fits, solving for this shape finds no plan either, and such a batch
+            BudgetBelowFloor: no rung fits, solving for this shape finds no plan either, and such a batch
                 has not run before.
         """
         alike = [shapes] if self.knows(shapes) else self._covering(shapes)
@@ -369,8 +368,7 @@ class ShapePlans:
         return self._unknown(shapes, lambda: shown(shapes))
 
     def _fitting_all(self, alike: list[Shapes]) -> tuple[Shapes, tuple[Plan, Forecast]]:
-        """Return the cheapest rung (plan of the ladder) that fits at all these shapes, and the shape where that plan needs the
-        most memory.
+        """Return the cheapest rung that fits at all these shapes, and the shape where that plan needs the most memory.
 
         A rung that fits at the largest shape alone is not enough: it may keep more than the other shapes have room for. Under
         such a plan, a step of a Faster R-CNN needed 137 MiB of 122.
@@ -401,7 +399,7 @@ class ShapePlans:
     def _room_bytes(self, shapes: Shapes) -> int:
         """Return the largest peak that a plan may predict at these shapes, so that the real step keeps to the budget.
 
-        It is the budget minus the account (bytes that predictions lack), and less if activations are larger than predicted.
+        It is the budget minus the account, and less if activations are larger than predicted.
         """
         lasting_bytes = self._known_ladder(shapes).step.lasting_bytes
         room_bytes = self._room.bytes(self._growth(shapes)) - lasting_bytes
@@ -436,8 +434,8 @@ class ShapePlans:
         return self._written(shapes, known, *self._known_ladder(known).lowest(_split(known)[1]), signature)
 
     def _cheapest(self, shapes: Shapes) -> tuple[Plan, Forecast]:
-        """Return the cheapest rung (plan of the ladder) that fits at these shapes, and its forecast. If none fits, or the shape
-        is far larger than all before, a plan is solved for it first.
+        """Return the cheapest rung that fits at these shapes, and its forecast. If none fits, or the shape is far larger than
+        all before, a plan is solved for it first.
         """
         unmanaged_bytes = self._unmanaged_bytes(shapes)
         sizes = _split(shapes)[1]

@@ -170,7 +170,7 @@ def _decision(
 
 
 def _link_cost(options: PlanOptions, device: torch.device, most_bytes: int) -> LinkCost:
-    """Return the speed of the link (to host memory or disk). ``most_bytes`` is the most state of one parameter."""
+    """Return the speed of the link. ``most_bytes`` is the most state of one parameter."""
     if options.device_profile is not None or device.type == "meta":
         return host_link(find_device(options.device_profile or "CPU"))
     name = options.link or default_link_name(device)

@@ -264,7 +264,7 @@ class StepPlanner:
 
     def compare_with(self, whole: StepPlanner) -> None:
         """From now on, compare plans with the unmanaged (without a plan) step of another planner: with the step that does not
-        run in tiles (parts of a few rows).
+        run in tiles.
         """
         self._unmanaged = whole.extremes.lowest
         self.costs = _as_if_timed_together(whole.trace, whole.costs, self.costs)
@@ -377,7 +377,7 @@ class StepPlanner:
 
     def halfway_bytes(self, plan: Plan, error_scale: float = 1.0) -> int | None:
         """Return a peak in bytes that is halfway between a plan's peak and the lowest peak. Both are peaks of the step of the
-        tightest rank (the rank with the least memory to spare).
+        tightest rank.
 
         If the two are close, return the lowest peak. If the plan has the lowest peak already, return None.
         """
@@ -498,9 +498,9 @@ class StepPlanner:
         """Return a plan, not yet run, whose peak is at most the budget minus ``excess_bytes``. A budget of ``None`` means no
         limit.
 
-        With several ranks, the tightest rank (the rank with the least memory to spare) solves, and all ranks get its plan. If
-        the plan is for the ranks' budget, solve again until every rank's predicted peak is within its own budget.
-        ``error_scale`` says how many times larger than expected the errors of lossy forms (codecs or offload) are.
+        With several ranks, the tightest rank solves, and all ranks get its plan. If the plan is for the ranks' budget, solve
+        again until every rank's predicted peak is within its own budget. ``error_scale`` says how many times larger than
+        expected the errors of lossy forms (codecs or offload) are.
 
         Raises:
             BudgetBelowFloor: no plan fits, or no plan was found in time, unless ``raise_below_floor`` is False.
@@ -530,8 +530,7 @@ class StepPlanner:
         """Called if no plan was found for all ranks' budgets. Return the plan with the lowest peak if each rank is predicted to
         keep to its own budget under it. Otherwise raise ``refusal``.
 
-        A refusal in the first attempt means that the tightest rank (the rank with the least memory to spare) cannot keep to its
-        own budget, so it is raised as well.
+        A refusal in the first attempt means that the tightest rank cannot keep to its own budget, so it is raised as well.
         """
         made = self.ranks.made(
             "solving for the lowest peak", lambda: self._solve_here(self._planner.floor.peak_bytes, "auto")
@@ -682,7 +681,7 @@ def _as_if_timed_together(trace: Trace, first: Costs, second: Costs) -> Costs:
     """Return the costs of a second timing of ops, scaled to the speed that the machine had in the first timing.
 
     Ops that both timings have keep their first seconds. All others are scaled by how much the common ops changed. On a shared
-    machine, two timings of the same ops differ by up to 20%, more than tiles (parts of a few rows) cost.
+    machine, two timings of the same ops differ by up to 20%, more than tiles cost.
     """
     ticks = [op.cost_key for op in trace.ops if op.cost_key in first.ops and op.cost_key in second.ops]
     before = sum(first.seconds_of(key) for key in ticks)
@@ -697,7 +696,7 @@ def _as_if_timed_together(trace: Trace, first: Costs, second: Costs) -> Costs:
 
 def _compared_with(plan: Plan, other: Plan) -> Plan:
     """Return the plan with the figures of the unmanaged (without a plan) step from another plan, whose step does not run in
-    tiles (parts of a few rows).
+    tiles.
     """
     in_optimizer = [each.unmanaged_seconds for each in plan.timeline if each.phase == Phase.OPTIMIZER]
     optimizer_seconds = plan.baseline_seconds - (in_optimizer[0] or 0.0) if in_optimizer else 0.0

@@ -67,14 +67,12 @@ class TightestRank:
         # Without budgets all rooms are 0, so the first rank solves.
         self._rank = min(by_rank, key=lambda rank: by_rank[rank].room_bytes)
         self.budget_bytes = by_rank[self._rank].budget_bytes
-        """The budget of the tightest rank (the rank with the least memory to spare), which is the budget of the plan."""
+        """The budget of the tightest rank, which is the budget of the plan."""
         budgets = {str(rank): room.budget_bytes for rank, room in by_rank.items() if room.budget_bytes is not None}
         self._uneven_budget_bytes = budgets if len(set(budgets.values())) > 1 else {}
 
     def made(self, what: str, make: Callable[[], Plan]) -> Plan:
-        """Let the tightest rank (the rank with the least memory to spare) make a plan, and return that plan on all ranks. See
-        `Agreement.made_by`.
-        """
+        """Let the tightest rank make a plan, and return that plan on all ranks. See `Agreement.made_by`."""
         return self._agreement.made_by(self._rank, what, make)
 
     def of_tightest(self, what: str, value: T, kind: Any) -> T:
@@ -85,8 +83,8 @@ class TightestRank:
         return values[self._agreement.ranks.index(self._rank)]
 
     def excess_bytes(self, own_excess_bytes: int) -> int:
-        """Return, on all ranks, the measured minus the predicted bytes of the tightest rank (the rank with the least memory to
-        spare). They are subtracted from the plan's budget. Remember this rank's own difference.
+        """Return, on all ranks, the measured minus the predicted bytes of the tightest rank. They are subtracted from the
+        plan's budget. Remember this rank's own difference.
         """
         self.own_excess_bytes = own_excess_bytes
         return self.of_tightest("excess", own_excess_bytes, int)
@@ -124,8 +122,8 @@ class TightestRank:
         )
 
     def refused(self, error: BudgetBelowFloor, floor_bytes: int) -> BudgetBelowFloor:
-        """Return the error that all ranks raise if no plan fits. ``floor_bytes`` is a budget of the tightest rank (the rank
-        with the least memory to spare) that would be enough.
+        """Return the error that all ranks raise if no plan fits. ``floor_bytes`` is a budget of the tightest rank that would be
+        enough.
 
         If budgets differ between ranks, the error asks to raise every rank's own budget by the largest overshoot.
         """

@@ -33,26 +33,24 @@ small ops are slow.
 _WORTH_NAMING = 0.05
 _LEAST_GAIN = 2.0
 """A call may be cut only if it makes more bytes than its arguments and outputs have, times this factor. One linear layer makes
-nothing but its output, so tiles (parts of a few rows) would not save memory.
+nothing but its output, so tiles would not save memory.
 """
 
 
 def find_tileable(task: TrainingTask, options: PlanOptions) -> tuple[RowwiseCall, ...]:
-    """Run the model's forward once, and return the row-wise calls that need less memory in tiles (parts of a few rows)."""
+    """Run the model's forward once, and return the row-wise calls that need less memory in tiles."""
     return worth_tiling(
         find_rowwise_calls(task.model, task.batch, regions=options.regions, device_name=options.device_profile)
     )
 
 
 def worth_tiling(found: Mapping[str, RowwiseCall]) -> tuple[RowwiseCall, ...]:
-    """Return the row-wise calls that need less memory in tiles (parts of a few rows). ``found`` has all row-wise calls by
-    module path.
-    """
+    """Return the row-wise calls that need less memory in tiles. ``found`` has all row-wise calls by module path."""
     return tuple(call for call in found.values() if call.inner_bytes > _LEAST_GAIN * call.outer_bytes)
 
 
 def most_tiles(calls: Iterable[RowwiseCall]) -> tuple[Tile, ...]:
-    """Return the tiles (parts of a few rows) of all calls if the largest call gets as many tiles as possible.
+    """Return the tiles of all calls if the largest call gets as many tiles as possible.
 
     This is the last of the ``candidates``, but without a least size of tiles. So the numbers of tiles do not depend on the
     number of rows.
@@ -69,7 +67,7 @@ def most_tiles(calls: Iterable[RowwiseCall]) -> tuple[Tile, ...]:
 
 
 def candidates(calls: Iterable[RowwiseCall]) -> list[tuple[Tile, ...]]:
-    """Return the sets of tiles (parts of a few rows) to choose from, those with the fewest tiles first.
+    """Return the sets of tiles to choose from, those with the fewest tiles first.
 
     Example:
         >>> size = {"inner_bytes": 2**25, "outer_bytes": 2**20}
@@ -87,7 +85,7 @@ def candidates(calls: Iterable[RowwiseCall]) -> list[tuple[Tile, ...]]:
 
 
 def _tiles(calls: Iterable[RowwiseCall], tile_bytes: int) -> tuple[Tile, ...]:
-    """Return the tiles (parts of a few rows) of the calls that make more than ``tile_bytes``."""
+    """Return the tiles of the calls that make more than ``tile_bytes``."""
     return tuple(tile for call in calls for tile in _tiles_of(call, tile_bytes))
 
 
@@ -111,7 +109,7 @@ def with_best_tiles(
     whole: StepPlanner, task: TrainingTask, planner_of: Callable[[PlanOptions], StepPlanner]
 ) -> StepPlanner:
     """Return the planner of the tiled step that has the fastest plan within the budget. It is ``whole``, the planner of the
-    step without tiles (parts of a few rows), if tiles do not give a faster plan, or if no tiles are needed or possible.
+    step without tiles, if tiles do not give a faster plan, or if no tiles are needed or possible.
 
     If no plan fits, the planner with the lowest peak is returned.
 
@@ -132,8 +130,8 @@ def with_best_tiles(
 def with_more_tiles(
     refused: StepPlanner, whole: StepPlanner, task: TrainingTask, planner_of: Callable[[PlanOptions], StepPlanner]
 ) -> StepPlanner | None:
-    """Return the planner of the step with the most tiles (parts of a few rows) that are possible. ``refused`` is the planner
-    whose plans were found too large. Return ``None`` if it has the most tiles already, or none.
+    """Return the planner of the step with the most tiles that are possible. ``refused`` is the planner whose plans were found
+    too large. Return ``None`` if it has the most tiles already, or none.
 
     Sets of tiles are chosen by predicted peaks. If the chosen set was measured to need more than the budget, the step in more
     tiles may fit: a budget that an error had named was refused by 0.1%.
@@ -149,7 +147,7 @@ def with_more_tiles(
 
 
 def _fastest(whole: StepPlanner, task: TrainingTask, planner_of: Callable[[PlanOptions], StepPlanner]) -> StepPlanner:
-    """Search for the set of tiles (parts of a few rows) with the fastest plan, as `with_best_tiles` describes."""
+    """Search for the set of tiles with the fastest plan, as `with_best_tiles` describes."""
     sets = candidates(find_tileable(task, whole.options))
     if not sets:
         _LOG.info(
@@ -168,8 +166,8 @@ def _fastest(whole: StepPlanner, task: TrainingTask, planner_of: Callable[[PlanO
 
 
 def name_tiles(refusal: BudgetBelowFloor, whole: StepPlanner, task: TrainingTask) -> None:
-    """Add to the error for a budget that is too small how far tiles (parts of a few rows) would lower the lowest peak, if it is
-    more than 5%. This traces the step once more.
+    """Add to the error for a budget that is too small how far tiles would lower the lowest peak, if it is more than 5%. This
+    traces the step once more.
     """
     try:
         sets = candidates(find_tileable(task, whole.options)) if whole.options.may_recompute else []

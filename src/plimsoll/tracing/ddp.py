@@ -57,7 +57,7 @@ def unseen_wrapper(model: nn.Module) -> nn.Module | None:
     """Return a ``DistributedDataParallel`` that reduces this model's gradients but is not one of its wrappers, or None.
 
     Such a ``DistributedDataParallel`` is around the running call of the model, or inside the model. Its buckets would not be
-    counted, and trial steps (run only to plan or verify) would not be hidden from it.
+    counted, and trial steps would not be hidden from it.
     """
     if _reducer(model) is not None:
         return None

@@ -255,8 +255,8 @@ def own_reductions(model: nn.Module) -> list[str]:
 
 
 class KeptShards:
-    """Sets FSDP2's state aside, so that trial steps (run only to plan or verify) between two training steps do not change it.
-    Until `put_back`, zeros replace the waiting gradients.
+    """Sets FSDP2's state aside, so that trial steps between two training steps do not change it. Until `put_back`, zeros
+    replace the waiting gradients.
 
     Until then, torch's own reductions replace the user's reductions, which may keep unsent data and count steps. Parameters
     that stay gathered after backward (``set_reshard_after_backward(False)``) are freed at the beginning and by `put_back`.

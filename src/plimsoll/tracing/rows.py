@@ -75,9 +75,7 @@ class RowwiseCall:
 
     @property
     def savable_bytes(self) -> float:
-        """How many of the ``inner_bytes`` do not exist at the same time if the call runs in as many tiles (parts of a few rows)
-        as possible.
-        """
+        """How many of the ``inner_bytes`` do not exist at the same time if the call runs in as many tiles as possible."""
         return self.inner_bytes * (1 - 1 / min(self.rows, MOST_TILES))
 
 
@@ -729,7 +727,7 @@ def _is_rounding(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def may_run_in_tiles(model: nn.Module, regions: Collection[str]) -> dict[str, nn.Module]:
-    """Return the modules that may run in tiles (parts of a few rows), by path.
+    """Return the modules that may run in tiles, by path.
 
     A module that contains a region (planned module) may not, but a region itself may. Hooks on submodules would run once for
     each tile and again in backward, so modules with such submodules are left out too.

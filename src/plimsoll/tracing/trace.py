@@ -252,8 +252,7 @@ class _Step:
         return log, meter.bytes
 
     def timed(self, call: Call, clock: OpClock, progress: Callable[[float], None]) -> _Timings:
-        """Run the step with a timer, and return the seconds of its ops, as a mapping from cost key (an op with its shapes) to
-        samples.
+        """Run the step with a timer, and return the seconds of its ops, as a mapping from cost key to samples.
 
         The step runs as in training: autograd holds what it saves.
         """
@@ -392,7 +391,7 @@ def _most_alive_bytes(trace: Trace) -> int:
 
 
 def merged_timings(runs: Sequence[_Timings]) -> dict[str, tuple[float, ...]]:
-    """Return the samples (seconds) of all timed runs together, as a mapping from cost key (an op with its shapes) to samples.
+    """Return the samples (seconds) of all timed runs together, as a mapping from cost key to samples.
 
     None of the samples is cold, because a run that is not timed came first.
     """

@@ -171,8 +171,8 @@ class WholeRegions:
 
 
 class KeptGathering:
-    """Remembers the state of ZeRO's stage 3 before a trial step (run only to plan or verify). `put_back` leaves each parameter
-    empty, as between steps, even after a step that failed.
+    """Remembers the state of ZeRO's stage 3 before a trial step. `put_back` leaves each parameter empty, as between steps, even
+    after a step that failed.
 
     ``hooks`` are the hooks on leaf modules that reduce gradients.
     """

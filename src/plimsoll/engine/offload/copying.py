@@ -95,7 +95,7 @@ class Transport:
             )
 
     def check_open(self) -> None:
-        """Check that the link (to host memory or disk) is open, and that the calling process opened it.
+        """Check that the link is open, and that the calling process opened it.
 
         Raises:
             OffloadFailed: the link is closed, or belongs to another process.
@@ -111,7 +111,7 @@ class Transport:
     def close(self) -> None:
         """Finish the copies in progress, stop the threads, and close the file.
 
-        In a forked child, only mark the child's link (to host memory or disk) as closed.
+        In a forked child, only mark the child's link as closed.
         """
         if self._owner_pid == os.getpid() and not self._is_closed:
             self._pool.shutdown(wait=True)

@@ -73,8 +73,8 @@ class PinnedLink(Link):
 
 
 class PinnedTicket:
-    """A ticket for one tensor of a CUDA device that was stored on a link (to host memory or disk). The tensor is in a pinned
-    buffer, or is being copied there or back.
+    """A ticket for one tensor of a CUDA device that was stored on a link. The tensor is in a pinned buffer, or is being copied
+    there or back.
     """
 
     def __init__(self, link: PinnedLink, source: torch.Tensor, buffer: Buffer) -> None:

@@ -37,9 +37,7 @@ _MOST_BYTES = 4 * MIB
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkSpeed:
-    """Data: the measured speed of a link (to host memory or disk). A transfer of ``n`` bytes takes ``latency_seconds + n /
-    bytes_per_second``.
-    """
+    """Data: the measured speed of a link. A transfer of ``n`` bytes takes ``latency_seconds + n / bytes_per_second``."""
 
     out_bytes_per_second: float
     in_bytes_per_second: float
@@ -50,9 +48,7 @@ class LinkSpeed:
     in_cpu_seconds_per_byte: float
 
     def cost(self, name: str) -> LinkCost:
-        """Return the speed as the cost of a link (to host memory or disk) with this name, for planning. The CPU time is left
-        out.
-        """
+        """Return the speed as the cost of a link with this name, for planning. The CPU time is left out."""
         return LinkCost(
             name=name,
             out_bytes_per_second=self.out_bytes_per_second,
@@ -62,7 +58,7 @@ class LinkSpeed:
 
 
 class _Trip(NamedTuple):
-    """The times in seconds that one tensor takes to the link (to host memory or disk) and back, or medians of such times."""
+    """The times in seconds that one tensor takes to the link and back, or medians of such times."""
 
     out_seconds: float
     in_seconds: float
@@ -71,8 +67,7 @@ class _Trip(NamedTuple):
 
 
 def link_speed(name: str, device: torch.device, *, host_budget: int | None, largest_bytes: int) -> LinkSpeed:
-    """Open and measure the link (to host memory or disk) ``name``, and return its speed; later calls return the same speed
-    without measuring.
+    """Open and measure the link ``name``, and return its speed; later calls return the same speed without measuring.
 
     ``largest_bytes`` is the size of the largest tensor that will be sent. Larger tensors are not measured with, because they
     would exceed the budget of a small model. The other arguments are those of `open_link`.
@@ -118,8 +113,8 @@ def measure_link(link: Link, device: torch.device, nbytes: int = _MOST_BYTES) ->
 
 
 def _trips(link: Link, device: torch.device, nbytes: int, most_seconds: float) -> list[_Trip]:
-    """Send tensors of ``nbytes`` bytes over the link (to host memory or disk) and back, and return their times: for at least
-    one tensor, and for more until ``most_seconds`` have passed.
+    """Send tensors of ``nbytes`` bytes over the link and back, and return their times: for at least one tensor, and for more
+    until ``most_seconds`` have passed.
     """
     tensors = itertools.cycle(_noise(nbytes, device))
     begun_at = time.perf_counter()

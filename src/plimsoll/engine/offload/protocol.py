@@ -25,12 +25,12 @@ class CopyCpuSeconds(NamedTuple):
 
 
 class Ticket(Protocol):
-    """A protocol for tickets: a ticket is one tensor on a link (to host memory or disk), or on the way there or back. Deleting
-    it frees the space on the link.
+    """A protocol for tickets: a ticket is one tensor on a link, or on the way there or back. Deleting it frees the space on the
+    link.
     """
 
     def settle(self) -> None:
-        """Wait until the copy to the link (to host memory or disk) has finished, and release the original tensor.
+        """Wait until the copy to the link has finished, and release the original tensor.
 
         Raises:
             OffloadFailed: the copy failed. The original tensor is still held, and `read` returns it, so its contents are not
@@ -40,8 +40,8 @@ class Ticket(Protocol):
     def prefetch(self) -> None:
         """Allocate memory for the tensor (in the caller's thread), and begin to copy it back. A second call does nothing.
 
-        The method first waits for the copy to the link (to host memory or disk). If that copy failed, the method does nothing,
-        because the original tensor is still held.
+        The method first waits for the copy to the link. If that copy failed, the method does nothing, because the original
+        tensor is still held.
         """
 
     def read(self) -> torch.Tensor:
@@ -67,8 +67,8 @@ class Link(Protocol):
         return CopyCpuSeconds(0.0, 0.0)
 
     def store(self, tensor: torch.Tensor) -> Ticket:
-        """Begin to copy ``tensor`` (one dimension, contiguous, detached) to the link (to host memory or disk), and return a
-        ticket. The ticket holds ``tensor`` until it is settled.
+        """Begin to copy ``tensor`` (one dimension, contiguous, detached) to the link, and return a ticket. The ticket holds
+        ``tensor`` until it is settled.
 
         Raises:
             OffloadFailed: the link is full or closed.
@@ -87,7 +87,7 @@ class Link(Protocol):
 
 
 def flat_bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a flat tensor with the bytes that a link (to host memory or disk) has to carry.
+    """Return a flat tensor with the bytes that a link has to carry.
 
     Lazy conjugation and negation are resolved, because the bytes of the tensor do not show them.
     """

@@ -20,7 +20,7 @@ from plimsoll.tracing.recorder.calling import output_tensors
 
 
 class TransfersUnderWay:
-    """The transfers over the link (to host memory or disk) that one managed model has begun and not yet waited for.
+    """The transfers over the link that one managed model has begun and not yet waited for.
 
     References are weak, because tensors that autograd's graph has freed need not arrive.
     """

@@ -89,7 +89,7 @@ class Keeper(Protocol):
 
     def takes_copies(self) -> bool:
         """Return True at the first call after ``state_dict``: its caller gets copies of the state, and the state itself stays
-        on the link (to host memory or disk).
+        on the link.
         """
 
 

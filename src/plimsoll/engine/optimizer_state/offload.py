@@ -62,9 +62,8 @@ class _Before:
 
 @dataclass(slots=True)
 class _Undo:
-    """Everything that must be restored if a step fails: tensors with a ticket for their old values on the link (to host memory
-    or disk), the state of parameters, and the entries of parameter groups. It is not complete if the link did not take some
-    values.
+    """Everything that must be restored if a step fails: tensors with a ticket for their old values on the link, the state of
+    parameters, and the entries of parameter groups. It is not complete if the link did not take some values.
     """
 
     values: list[tuple[torch.Tensor, Ticket]] = field(default_factory=list)
@@ -112,8 +111,8 @@ class StateOffload:
         self._least_bytes = least_bytes
         self._away: dict[torch.Tensor, list[_Away]] = {}
         self._is_home: dict[torch.Tensor, None] = {each: None for chunk in self._chunks for each in chunk}
-        """Parameters whose state is on the device and is to be sent to the link (to host memory or disk) by `leave`. A
-        parameter is not in this set until the next step if the link has refused its state.
+        """Parameters whose state is on the device and is to be sent to the link by `leave`. A parameter is not in this set
+        until the next step if the link has refused its state.
         """
         self._leaving: list[torch.Tensor] = []
         self._is_stepping = self._takes_copies = self._is_removed = False
@@ -140,12 +139,12 @@ class StateOffload:
 
     @property
     def away_bytes(self) -> int:
-        """The bytes of state that are on the link (to host memory or disk) now."""
+        """The bytes of state that are on the link now."""
         return sum(each.stand_in.numel() * each.stand_in.itemsize for sent in self._away.values() for each in sent)
 
     def leave(self) -> None:
-        """Send state to the link (to host memory or disk) that came back because other code read it. Tensors that other code
-        still holds stay on the device.
+        """Send state to the link that came back because other code read it. Tensors that other code still holds stay on the
+        device.
         """
         optimizer = self._optimizer()
         if not self._is_home or self._is_stepping or self._is_removed or optimizer is None:
@@ -220,7 +219,7 @@ class StateOffload:
 
     def takes_copies(self) -> bool:
         """Return True at the first call after ``state_dict``: its caller gets copies of the state, and the state itself stays
-        on the link (to host memory or disk).
+        on the link.
         """
         takes, self._takes_copies = self._takes_copies, False
         return takes
@@ -345,8 +344,8 @@ class StateOffload:
         return out if result is None else result
 
     def _arrive(self, chunk: list[torch.Tensor], undo: _Undo) -> None:
-        """Fetch the state of a chunk of parameters, while the state of the chunk before is sent to the link (to host memory or
-        disk). Note in ``undo`` what the step will change.
+        """Fetch the state of a chunk of parameters, while the state of the chunk before is sent to the link. Note in ``undo``
+        what the step will change.
         """
         stepped = [each for each in chunk if each.grad is not None]
         for parameter in stepped:
@@ -382,9 +381,7 @@ class StateOffload:
         return _Before(parameter, entries, list(self._away.get(parameter, ())))
 
     def _save(self, tensor: torch.Tensor, undo: _Undo) -> None:
-        """Begin to copy the old values of a tensor to the link (to host memory or disk), because the step will write to the
-        tensor.
-        """
+        """Begin to copy the old values of a tensor to the link, because the step will write to the tensor."""
         try:
             ticket = self._link.store(_flat(tensor.detach()))
         except OffloadFailed:
@@ -393,9 +390,7 @@ class StateOffload:
         undo.values.append((tensor, ticket))
 
     def _send(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Begin to send the state of these parameters away. A tensor that the link (to host memory or disk) does not take stays
-        on the device.
-        """
+        """Begin to send the state of these parameters away. A tensor that the link does not take stays on the device."""
         for parameter in parameters:
             state = self._states.present(parameter)
             self._is_home.pop(parameter, None)
@@ -427,9 +422,7 @@ class StateOffload:
         )
 
     def _settle(self) -> None:
-        """Wait until all state that is being sent has arrived on the link (to host memory or disk), so that its device memory
-        is free.
-        """
+        """Wait until all state that is being sent has arrived on the link, so that its device memory is free."""
         leaving, self._leaving = self._leaving, []
         for parameter in leaving:
             try:
@@ -440,9 +433,7 @@ class StateOffload:
                 self._stays(parameter, failure)
 
     def _stays(self, parameter: torch.Tensor, failure: OffloadFailed) -> None:
-        """Note that state of a parameter stays on the device until the next step, because the link (to host memory or disk)
-        failed. Warn once.
-        """
+        """Note that state of a parameter stays on the device until the next step, because the link failed. Warn once."""
         self._is_home.pop(parameter, None)
         if not self._has_warned_of_link:
             self._has_warned_of_link = True

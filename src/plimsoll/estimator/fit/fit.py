@@ -320,7 +320,7 @@ class _Job:
         )
 
     def _settled(self, search: Search, device: SingleDevice) -> FitPoint | None:
-        """Trace the best point (micro-batch and sequence) at its own size, and return it. Return ``None`` if no point fits.
+        """Trace the best point at its own size, and return it. Return ``None`` if no point fits.
 
         Before this trace, the point's figures are predictions. The trace may change them, so that another point is the best;
         then that one is traced.

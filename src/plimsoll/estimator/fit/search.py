@@ -46,9 +46,7 @@ class Shape(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """What is known of a point (micro-batch and sequence) before a plan is solved for it, as data: the peak and the speed of
-    its step without a plan.
-    """
+    """What is known of a point before a plan is solved for it, as data: the peak and the speed of its step without a plan."""
 
     unmanaged_peak_bytes: int
     most_items_per_second: float
@@ -121,8 +119,7 @@ class Search:
             _Climb(self, sequence, limit).run()
 
     def best(self) -> FitPoint | None:
-        """Return the point (micro-batch and sequence) with the most tokens per second among the points that fit, or ``None`` if
-        none fits.
+        """Return the point with the most tokens per second among the points that fit, or ``None`` if none fits.
 
         Among equally fast points, return the point with the lowest peak.
         """

@@ -169,13 +169,11 @@ class TickClock:
         return tick + bisect.bisect_right(self._sorted, tick) if tick >= 0 else tick
 
     def birth(self, moment: Moment) -> int:
-        """Return the tick (position of an op) in the edited trace of the op that makes a storage. It is -1 if the storage
-        exists before the step.
-        """
+        """Return the tick in the edited trace of the op that makes a storage; -1 if the storage exists before the step."""
         return self.of_op(moment) if isinstance(moment, int) else self.of(moment)
 
     def of(self, moment: Moment) -> int:
-        """Return the tick (position of an op) in the edited trace at which a storage's life ends."""
+        """Return the tick in the edited trace at which a storage's life ends."""
         if moment is None:
             return self.ticks
         if isinstance(moment, Inserted):

@@ -414,9 +414,7 @@ def put_back_entries(held: dict[Any, Any], kept: Mapping[Any, Any], but: frozens
 
 
 def lent(batch: Any) -> Any:
-    """Return a copy of the batch with its iterators replaced, so that a trial step (run only to plan or verify) does not
-    advance the user's iterators.
-    """
+    """Return a copy of the batch with its iterators replaced, so that a trial step does not advance the user's iterators."""
     known: dict[int, Any] = {}
     return tree_map(lambda leaf: _with_stand_ins(leaf, known), batch)
 
@@ -430,8 +428,8 @@ def _is_iterator(value: Any) -> bool:
 
 
 def _with_stand_ins(value: Any, known: dict[int, Any]) -> Any:
-    """Return what a trial step (run only to plan or verify) gets in place of a value: a replacement for an iterator or for a
-    tuple with iterators, otherwise the value itself.
+    """Return what a trial step gets in place of a value: a replacement for an iterator or for a tuple with iterators, otherwise
+    the value itself.
 
     ``known`` maps the ``id`` of an iterator to its replacement, so that the same iterator gets the same replacement.
     """
@@ -445,9 +443,7 @@ def _with_stand_ins(value: Any, known: dict[int, Any]) -> Any:
 
 
 def _stand_in(iterator: Any) -> Any:
-    """Return what a trial step (run only to plan or verify) may advance in place of an iterator: an exact copy, or an iterator
-    that raises.
-    """
+    """Return what a trial step may advance in place of an iterator: an exact copy, or an iterator that raises."""
     if type(iterator) in _COPIED:
         try:
             with warnings.catch_warnings():  # Python 3.12 warns that from 3.14 on counts cannot be copied

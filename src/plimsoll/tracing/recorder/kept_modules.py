@@ -23,8 +23,7 @@ from plimsoll.tracing.recorder.storages import is_plain
 from plimsoll.tracing.zero import is_gathered_by_zero
 
 EXCHANGED = frozenset({"forward", "_compiled_call_impl", "training"})
-"""Names of attributes that trial steps (run only to plan or verify) exchange. The code that exchanges them restores them too.
-"""
+"""Names of attributes that trial steps exchange. The code that exchanges them restores them too."""
 _MEMBERS = ("_parameters", "_buffers", "_modules")
 _OF_MODULES = frozenset({*vars(nn.Module()), *EXCHANGED} - {"_non_persistent_buffers_set"})
 _HOOKS = tuple(name for name, value in vars(nn.Module()).items() if isinstance(value, dict) and name not in _MEMBERS)
@@ -156,7 +155,7 @@ def _put_back_unless_same(table: dict[Any, Any], wanted: Mapping[Any, Any]) -> N
 
 
 def _hooks_to_be(now: Mapping[int, Any], kept: Mapping[int, Any]) -> dict[int, Any]:
-    """Return the hooks that a table shall have after a trial step (run only to plan or verify), as a mapping from id to hook.
+    """Return the hooks that a table shall have after a trial step, as a mapping from id to hook.
 
     They are the hooks that were there before (``kept``). Two kinds of changes since then stay: hooks that their owners
     (libraries that keep a list of their hooks) have removed or added.

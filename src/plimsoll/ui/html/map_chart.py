@@ -89,8 +89,8 @@ def _key(regions: Sequence[RegionPlan]) -> list[tuple[str, str, str, str]]:
 
 
 def _hint(region: RegionPlan, cell: ValueDecision) -> str:
-    """Return the text that is shown when the mouse points at a cell of the grid: decision, value, region (a module that the
-    plan decides about), bytes, cost, price and reason.
+    """Return the text that is shown when the mouse points at a cell of the grid: decision, value, region, bytes, cost, price
+    and reason.
     """
     held = f", {format_bytes(cell.held_bytes)} held as {cell.form}" if cell.is_packed else ""
     lines = [

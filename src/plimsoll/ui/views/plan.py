@@ -382,9 +382,7 @@ def describe_reason(decision: ValueDecision) -> str:
 
 @dataclass(frozen=True, slots=True)
 class RegionGroup:
-    """Data: regions (modules that the plan decides about) of one kind, such as all equal blocks, that share their decisions.
-    ``label`` names all of them.
-    """
+    """Data: regions of one kind, such as all equal blocks, that share their decisions. ``label`` names all of them."""
 
     label: str
     regions: tuple[RegionPlan, ...]
@@ -411,9 +409,7 @@ class RegionGroup:
 
 
 def group_regions(regions: Iterable[RegionPlan]) -> list[RegionGroup]:
-    """Group the calls of regions (modules that the plan decides about): calls of one kind with equal decisions form a group, in
-    the order of first appearance.
-    """
+    """Group the calls of regions: calls of one kind with equal decisions form a group, in the order of first appearance."""
     groups: dict[tuple[object, ...], list[RegionPlan]] = {}
     for region in regions:
         packed = tuple(sorted(region.packed.items()))

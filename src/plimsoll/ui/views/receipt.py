@@ -38,7 +38,7 @@ _SHOWN = 10
 
 def view_receipt(receipt: Receipt) -> Document:
     """Make the document (the content to show) of a receipt, the evidence for a plan: the verdict, the equality of gradients,
-    peaks, seconds, and how each region (a module that the plan decides about) ran.
+    peaks, seconds, and how each region ran.
     """
     subject = receipt.method if receipt.strategy == OWN else f"plan {receipt.strategy!r}"
     return Document(
