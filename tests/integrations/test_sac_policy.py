@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import ast
+import copy
 import importlib.util
+import io
+import random
 import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -45,6 +49,26 @@ def drawing() -> nn.Module:
     return Net(way, blocks=nn.Sequential(*[draws() for _ in range(3)]))
 
 
+def python_values() -> Net:
+    """Reads Python's and numpy's random numbers, a counter and a tensor that it moves, and makes a table in its first call."""
+
+    def scale(net: Net, x: torch.Tensor) -> torch.Tensor:
+        if not hasattr(net, "table"):
+            net.table = torch.arange(32.0).cos()
+        net.count += 1
+        net.memory.add_(1.0)
+        factor = random.random() + np.random.rand() + net.count
+        return torch.tanh(net.first(x) * factor * net.memory.clone() * net.table).sin()
+
+    return Net(scale, first=nn.Linear(32, 32), count=0, memory=torch.ones(()))
+
+
+def reading() -> nn.Module:
+    torch.manual_seed(0)
+    way = lambda net, x: {"loss": net.blocks(x).square().mean()}  # noqa: E731
+    return Net(way, blocks=nn.Sequential(*[python_values() for _ in range(3)]))
+
+
 CASES = {
     "dropout, budget": (lambda: zoo.build("gpt2"), lambda: zoo.words(4, 32), None),
     "llama": (lambda: zoo.build("llama"), lambda: zoo.words(4, 32), "selective:mm"),
@@ -52,6 +76,7 @@ CASES = {
     "batch norm": (lambda: zoo.build("resnet"), lambda: zoo.pictures(4, 32), "selective:convolution"),
     "draws are kept": (drawing, lambda: {"x": torch.randn(16, 32)}, "selective:rand_like,tanh"),
     "all again": (drawing, lambda: {"x": torch.randn(16, 32)}, "full"),
+    "python values": (reading, lambda: {"x": torch.randn(16, 32)}, "full"),
 }
 
 
@@ -67,6 +92,8 @@ def load(path: Path) -> ModuleType:
 def trained(model: nn.Module, batch: dict[str, Any]) -> list[Any]:
     """Losses, gradients and buffers of two steps of two micro-batches."""
     torch.manual_seed(3)
+    random.seed(3)
+    np.random.seed(3)
     losses = []
     for _ in range(2):
         model.zero_grad()
@@ -121,6 +148,85 @@ def test_a_policy_serves_other_sizes_and_leaves_the_model_as_it_was(policy):
         load(policy).apply(model)
     undo()
     assert structure(model) == structure(zoo.build("llama"))
+
+
+def shifted(net: Net, x: torch.Tensor, shift: Any = 0.0) -> torch.Tensor:
+    return torch.tanh(net.first(x) + (shift[0] if isinstance(shift, list) else shift)).sin()
+
+
+def chain(way: Any, tmp_path: Path) -> tuple[nn.Module, ModuleType]:
+    """A model of three blocks that forward calls by ``way``, and the policy that runs all of them again."""
+    model = Net(way, blocks=nn.ModuleList(Net(shifted, first=nn.Linear(8, 8)) for _ in range(3)))
+    plimsoll.plan(model, {"x": torch.randn(4, 8)}, strategy="full").export("sac", tmp_path / "policy.py")
+    return model, load(tmp_path / "policy.py")
+
+
+def plainly(net: Net, x: torch.Tensor) -> dict[str, torch.Tensor]:
+    for each in net.blocks:
+        x = each(x)
+    return {"loss": x.sum()}
+
+
+def with_a_written_argument(net: Net, x: torch.Tensor) -> dict[str, torch.Tensor]:
+    shift = torch.zeros(())
+    for each in net.blocks:
+        x = each(x, shift=shift)
+        shift += 1.0
+    return {"loss": x.sum()}
+
+
+def with_a_written_list(net: Net, x: torch.Tensor) -> dict[str, torch.Tensor]:
+    numbers = [0.0]
+    for each in net.blocks:
+        x = each(x, numbers)
+        numbers[0] += 1.0
+    return {"loss": x.sum()}
+
+
+WRONG = {
+    "an argument by name": (with_a_written_argument, "was written after the call"),
+    "a number in a list": (with_a_written_list, r"aten\.add\.\w+ got .* in forward, and gets .* now"),
+}
+
+
+@pytest.mark.parametrize(("way", "words"), WRONG.values(), ids=WRONG)
+def test_a_region_that_cannot_run_again_as_it_did_raises_instead_of_giving_wrong_gradients(way, words, tmp_path):
+    model, policy = chain(way, tmp_path)
+    policy.apply(model)
+    loss = model(x=torch.randn(4, 8))["loss"]
+    with pytest.raises(RuntimeError, match=words):
+        loss.backward()
+
+
+def test_copies_and_files_of_a_model_under_a_policy_train_as_it_does(tmp_path, monkeypatch):
+    model, policy = chain(plainly, tmp_path)
+    batch = {"x": torch.randn(4, 8)}
+    wanted = trained(copy.deepcopy(model), batch)
+    policy.apply(model)
+    monkeypatch.setitem(sys.modules, "policy", policy)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    for each in (
+        copy.deepcopy(model),
+        torch.optim.swa_utils.AveragedModel(model).module,
+        torch.load(file, weights_only=False),
+    ):
+        own = list(each.modules())
+        regions = [inner.forward.__self__ for inner in own if "forward" in vars(inner)]
+        assert len(regions) == 3
+        assert all(any(region.module is inner for inner in own) for region in regions)
+        assert all(map(torch.equal, trained(each, batch), wanted))
+        assert [region.count for region in regions] == [1, 1, 1]
+
+
+def test_a_policy_that_does_not_fit_the_model_leaves_it_as_it_was(tmp_path):
+    model, policy = chain(plainly, tmp_path)
+    del model.blocks[2]
+    before = structure(model)
+    with pytest.raises(AttributeError, match="2"):
+        policy.apply(model)
+    assert structure(model) == before
 
 
 def changed(**changes: Any) -> Plan:

@@ -4,13 +4,16 @@
     undo = policy.apply(model)   # before the first training step; undo() restores the model
 
 Every planned region runs under ``torch.utils.checkpoint``. Ops that the policy does not know (other kernels, a changed model)
-are recomputed: that costs time, but never memory or correct gradients. Not for compiled models.
+are recomputed: that costs time, but never memory or correct gradients. The second run starts from the random states and module
+attributes of the first one. If a number that an op gets differs nevertheless, backward raises. Not for compiled models.
 """
 
 from __future__ import annotations
 
 import functools
+import random
 import re
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -19,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 PLAN = ""
@@ -29,7 +33,8 @@ REGIONS: dict[str, dict[int, int]] = {}
 
 _ATTENTION = re.compile(r"^_scaled_dot_product_(flash|efficient|cudnn|fused)_attention(_for_cpu|_overrideable)?$")
 """Matches the names of fused attention kernels. All of them are given one name, so that a plan from another device fits."""
-_Place = tuple[nn.Module, str]
+_OF_MODULES = vars(nn.Module()).keys() - {"training"}
+"""Attributes of every module that are not restored: tables of parameters, buffers, submodules and hooks."""
 _SMALL = 0.05
 """A share of bytes. All outputs of an op are saved together or not at all. An op is saved if the outputs that the plan does not
 keep add at most this share to the bytes that it keeps.
@@ -39,11 +44,7 @@ keep add at most this share to the bytes that it keeps.
 def apply(model: nn.Module) -> Callable[[], None]:
     """Checkpoint each planned region of ``model`` as the plan says. Return a function that restores the model."""
     handles: list[Any] = []
-    regions = [_Region(model.get_submodule(path), calls, handles) for path, calls in REGIONS.items()]
-
-    def begin(module: nn.Module, args: Any) -> None:
-        for region in regions:
-            region.count = 0
+    regions: list[_Region] = []
 
     def undo() -> None:
         for handle in handles:
@@ -51,8 +52,25 @@ def apply(model: nn.Module) -> Callable[[], None]:
         for region in regions:
             vars(region.module).pop("forward", None)
 
-    handles.append(model.register_forward_pre_hook(begin, prepend=True))
+    try:
+        for path, calls in REGIONS.items():
+            regions.append(_Region(model.get_submodule(path), calls, handles))
+        handles.append(model.register_forward_pre_hook(_Begin(regions), prepend=True))
+    except BaseException:
+        undo()
+        raise
     return undo
+
+
+class _Begin:
+    """A hook that counts the calls of all regions from 0 again. A copy of the model has copies of this hook and the regions."""
+
+    def __init__(self, regions: list[_Region]) -> None:
+        self._regions = regions
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        for region in self._regions:
+            region.count = 0
 
 
 class _Region:
@@ -67,13 +85,16 @@ class _Region:
         self.count = 0
         self.running = _Running()
         self._calls = calls
-        self._forward = module.forward
         for path, inner in module.named_modules():
             if path:
                 enter = functools.partial(self.running.enter, path)
                 handles.append(inner.register_forward_pre_hook(enter, prepend=True))
                 handles.append(inner.register_forward_hook(self.running.leave, always_call=True))
         module.forward = self.forward
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        # Not a stored method: a pickled one would be looked up in the unpickled module, and find this region's.
+        return type(self.module).forward(self.module, *args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -82,14 +103,19 @@ class _Region:
         self.count += 1
         if call not in self._calls:
             return self._forward(*args, **kwargs)
-        make = functools.partial(self._contexts, SAVED[self._calls[call]])
+        # torch checks that tensors among the positional arguments are not written before the region runs again.
+        unchecked = _tensors([[each for each in args if not isinstance(each, torch.Tensor)], kwargs])
+        make = functools.partial(self._contexts, SAVED[self._calls[call]], unchecked)
         return checkpoint(self._forward, *args, use_reentrant=False, context_fn=make, **kwargs)
 
-    def _contexts(self, saved: Mapping[str, tuple[int, ...]]) -> tuple[AbstractContextManager[None], _Again]:
+    def _contexts(
+        self, saved: Mapping[str, tuple[int, ...]], inputs: list[torch.Tensor]
+    ) -> tuple[AbstractContextManager[None], _Again]:
         policy = _Policy(self.running, saved)
         first, again = create_selective_checkpoint_contexts(policy)
-        buffers: dict[_Place, torch.Tensor] = {}
-        return _first(first, self, policy, buffers), _Again(again, buffers)
+        before = _Before(self.module, inputs)
+        numbers = _Numbers(type(self.module).__name__)
+        return _first(first, self, policy, before, numbers), _Again(again, before, numbers)
 
 
 class _Running(threading.local):
@@ -103,6 +129,9 @@ class _Running(threading.local):
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
         del self.paths[-1:]
+
+    def __reduce__(self) -> tuple[type[_Running], tuple[()]]:
+        return _Running, ()  # copies of the model are not running
 
 
 class _Policy:
@@ -130,7 +159,7 @@ class _Policy:
         self.has_batch_norm |= "batch_norm" in name
         known = {tensor.untyped_storage().data_ptr() for tensor in _tensors([args, kwargs])}
         outputs = _tensors(output)
-        is_writing = any(each.alias_info is not None and each.alias_info.is_write for each in op._schema.arguments)
+        is_writing = any(map(_is_written, op._schema.arguments))
         if not is_writing and all(tensor.untyped_storage().data_ptr() in known for tensor in outputs):
             return False
         path = self._running.paths[-1] if self._running.paths else ""
@@ -147,50 +176,170 @@ class _Policy:
         return sum(sizes) <= (1 + _SMALL) * kept_bytes
 
 
+class _Numbers(TorchDispatchMode):
+    """Raises an error if an op gets other numbers, texts or flags when the region runs again."""
+
+    def __init__(self, region: str) -> None:
+        super().__init__()
+        self._region = region
+        self._calls: Counter[Any] = Counter()
+        self._first: dict[Any, str] = {}
+        self._is_again = False
+
+    def begin_again(self) -> None:
+        self._calls.clear()
+        self._is_again = True
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        # Autocast makes some casts only once. Wrappers gather parameters in either run, without gradients.
+        if isinstance(op, torch._ops.OpOverload) and "_to_copy" not in op._schema.name and torch.is_grad_enabled():
+            # A tensor that the op overwrites may hold any number.
+            read = [arg for arg, each in zip(args, op._schema.arguments, strict=False) if not _is_written(each)]
+            self._check(op, repr([_numbers_in(read), _numbers_in(kwargs)]))
+        return op(*args, **kwargs)
+
+    def _check(self, op: Any, numbers: str) -> None:
+        place = (op, self._calls[op])
+        self._calls[op] += 1
+        if not self._is_again:
+            self._first[place] = numbers
+        elif self._first.get(place, numbers) != numbers:
+            raise RuntimeError(
+                f"{self._region} computes something else when it runs again in backward: {op} got {self._first[place]} in "
+                f"forward, and gets {numbers} now. It reads a Python value that changes, so gradients would be wrong: "
+                "remove the region from REGIONS"
+            )
+
+
+class _Before:
+    """Random states, and attributes of a region's modules, before forward."""
+
+    def __init__(self, module: nn.Module, inputs: list[torch.Tensor]) -> None:
+        self._module = module
+        self._inputs = [(each, each._version) for each in inputs if not each.is_inference()]
+        self.random = _random_states()
+        self.attributes: list[tuple[dict[str, Any], str, Any]] = []
+        """Tables of attributes or buffers, each with a name and the value for a second run."""
+        self._found: list[Any] = [(*each, _copy(each[2])) for each in self._held()]
+
+    def keep_changed(self, *, is_written: bool) -> None:
+        """Keep what a second run needs: attributes and tensors that forward has changed, numbers and texts. Free the rest.
+
+        ``is_written``: assume that forward has written every tensor.
+        """
+        known = {(id(table), name) for table, name, _, _ in self._found}
+        for table, name, value, copied in self._found:
+            is_changed = table.get(name, _ABSENT) is not value
+            if copied is not None and (is_changed or is_written or value._version != copied[1]):
+                self.attributes.append((table, name, copied[0]))
+            elif copied is None and (is_changed or isinstance(value, bool | int | float | complex | str)):
+                self.attributes.append((table, name, value))
+        self.attributes += [(table, name, _ABSENT) for table, name, _ in self._held() if (id(table), name) not in known]
+        self._found.clear()
+
+    def check_inputs(self) -> None:
+        for tensor, version in self._inputs:
+            if tensor._version != version:
+                raise RuntimeError(
+                    f"an argument of {type(self._module).__name__} was written after the call, so it cannot run again: "
+                    f"pass a copy of this {list(tensor.shape)} tensor, or remove the region from REGIONS"
+                )
+
+    def _held(self) -> Iterator[tuple[dict[str, Any], str, Any]]:
+        for owner in self._module.modules():
+            yield from ((vars(owner), name, value) for name, value in vars(owner).items() if name not in _OF_MODULES)
+            yield from ((owner._buffers, name, value) for name, value in owner._buffers.items())
+
+
+_ABSENT: Any = object()
+
+
+def _copy(value: Any) -> tuple[torch.Tensor, int] | None:
+    """Return a copy of a tensor that forward may write in place, and the number of writes so far."""
+    if not isinstance(value, torch.Tensor) or value.requires_grad or value.is_inference():
+        return None
+    return value.clone(), value._version
+
+
+def _random_states() -> tuple[Any, Any]:
+    numpy = sys.modules.get("numpy")
+    return random.getstate(), None if numpy is None else numpy.random.get_state()
+
+
+def _set_random_states(states: tuple[Any, Any]) -> None:
+    random.setstate(states[0])
+    if states[1] is not None:
+        sys.modules["numpy"].random.set_state(states[1])
+
+
 @contextmanager
 def _first(
-    inner: AbstractContextManager[Any], region: _Region, policy: _Policy, buffers: dict[_Place, torch.Tensor]
+    inner: AbstractContextManager[Any], region: _Region, policy: _Policy, before: _Before, numbers: _Numbers
 ) -> Iterator[None]:
-    """A context around the forward of a region (a checkpointed module). It stores the contents that buffers had before forward
-    wrote to them.
-    """
-    before: dict[_Place, tuple[torch.Tensor, torch.Tensor, int]] = {}
-    for owner in region.module.modules():
-        for name, buffer in owner.named_buffers(recurse=False):
-            before[owner, name] = (buffer, buffer.clone(), buffer._version)
+    """A context around the forward of a region (a checkpointed module). It keeps in ``before`` what forward has changed."""
     region.running.paths.clear()
     try:
-        with inner:
+        with inner, numbers:
             yield
     finally:
-        for (owner, name), (buffer, copy, version) in before.items():
-            is_same = owner.get_buffer(name) is buffer and buffer._version == version
-            if not is_same or policy.has_batch_norm:  # batch norm writes without changing the version
-                buffers[owner, name] = copy
+        # Batch norm writes its statistics without changing the version.
+        before.keep_changed(is_written=policy.has_batch_norm)
 
 
 class _Again:
-    """A context around the second run of a region.
+    """A context around the second run of a region, which starts from the attributes and random states of the first one.
 
-    The region reads and writes copies of the buffers, with their earlier contents.
+    It reads and writes copies of the buffers.
     """
 
-    def __init__(self, inner: AbstractContextManager[Any], buffers: dict[_Place, torch.Tensor]) -> None:
+    def __init__(self, inner: AbstractContextManager[Any], before: _Before, numbers: _Numbers) -> None:
         self._inner = inner
-        self._buffers = buffers
-        self._now: dict[_Place, torch.Tensor] = {}
+        self._numbers = numbers
+        self._before = before
+        self._now: list[tuple[dict[str, Any], str, Any]] = []
+        self._random_now: tuple[Any, Any] | None = None
 
     def __enter__(self) -> None:
-        for (owner, name), copy in self._buffers.items():
-            self._now[owner, name] = owner.get_buffer(name)
-            setattr(owner, name, copy)
+        self._before.check_inputs()
+        self._now = [(table, name, table.get(name, _ABSENT)) for table, name, _ in self._before.attributes]
+        self._random_now = _random_states()
+        _set(self._before.attributes)
+        _set_random_states(self._before.random)
         self._inner.__enter__()
+        self._numbers.begin_again()
+        self._numbers.__enter__()
 
     def __exit__(self, *error: Any) -> None:
+        self._numbers.__exit__(*error)
         self._inner.__exit__(*error)
-        for (owner, name), buffer in self._now.items():
-            setattr(owner, name, buffer)
-        self._now.clear()
+        _set(self._now)
+        if self._random_now is not None:
+            _set_random_states(self._random_now)
+        self._now, self._random_now = [], None
+
+
+def _set(attributes: list[tuple[dict[str, Any], str, Any]]) -> None:
+    for table, name, value in attributes:
+        if value is _ABSENT:
+            table.pop(name, None)
+        else:
+            table[name] = value
+
+
+def _is_written(argument: Any) -> bool:
+    return argument.alias_info is not None and argument.alias_info.is_write
+
+
+def _numbers_in(tree: Any) -> Any:
+    """Return an op's arguments with ``None`` in place of tensors. Torch passes a number to ``x + 2.0`` as a tensor."""
+    if isinstance(tree, dict):
+        return {name: _numbers_in(value) for name, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return [_numbers_in(value) for value in tree]
+    if isinstance(tree, torch.Tensor):
+        return tree.item() if tree.dim() == 0 and type(tree) is torch.Tensor and tree.device.type == "cpu" else None
+    return tree
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
