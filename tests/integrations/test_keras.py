@@ -14,7 +14,7 @@ jax = pytest.importorskip("jax", reason="JAX is an extra: pip install torch-plim
 os.environ.setdefault("KERAS_BACKEND", "jax")
 keras = pytest.importorskip("keras", reason="Keras is an extra: pip install torch-plimsoll[keras]")
 
-from plimsoll.errors import InvalidOption, PlanMismatch  # noqa: E402
+from plimsoll.errors import InvalidModel, InvalidOption, PlanMismatch  # noqa: E402
 from plimsoll.integrations import keras as pk  # noqa: E402
 
 pytestmark = pytest.mark.long
@@ -69,6 +69,35 @@ def test_a_plan_for_another_model_is_refused_in_the_first_step(plan: Any):
     other.compile(loss="mse")
     with pk.apply(other, plan), pytest.raises(PlanMismatch):
         other.fit(*batch(), verbose=0)
+
+
+def test_evaluation_and_validation_run_without_the_plan(plan: Any):
+    plain, managed = network(), network()
+    options = {"batch_size": ROWS, "verbose": 0, "shuffle": False, "validation_data": batch()}
+    wanted = plain.fit(*batch(), **options).history["val_loss"]
+    with pk.apply(managed, plan):
+        found = managed.fit(*batch(), **options).history["val_loss"]
+        managed.evaluate(*batch(), verbose=0)
+    np.testing.assert_allclose(found, wanted, rtol=1e-4)
+
+
+def test_a_refused_step_leaves_the_trained_weights(plan: Any):
+    model = network()
+    with pk.apply(model, plan):
+        model.fit(*batch(), batch_size=ROWS, verbose=0)
+        trained = model.get_weights()
+        with pytest.raises(PlanMismatch):
+            model.fit(*batch(), sample_weight=np.ones(ROWS, np.float32), batch_size=ROWS, verbose=0)
+    for a, b in zip(model.get_weights(), trained, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_a_second_plan_on_the_same_model_is_refused(plan: Any):
+    model = network()
+    with pk.apply(model, plan):
+        with pytest.raises(InvalidModel, match="already runs under a plan"), pk.apply(model, plan):
+            pass
+        assert "compute_loss_and_updates" in vars(model)
 
 
 def test_a_model_without_a_loss_is_refused():
@@ -186,6 +215,46 @@ def test_a_rebuilt_model_has_the_same_weights_and_trains_to_the_same(layer_plan:
         model.fit(*batch(), batch_size=ROWS, epochs=2, verbose=0, shuffle=False)
     for a, b in zip(plain.get_weights(), managed.get_weights(), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_a_rebuilt_model_keeps_frozen_layers_and_variables_frozen(layer_plan: Any):
+    model = network_of_blocks()
+    model.get_layer("block_0").trainable = False
+    model.get_layer("block_1").up.trainable = False
+    model.get_layer("block_2").down.kernel.trainable = False
+    model.compile(optimizer="adam", loss="mse")
+    managed = pk.rebuild(model, layer_plan)
+    assert [each.trainable for each in managed.variables] == [each.trainable for each in model.variables]
+    before = [np.asarray(each) for each in managed.variables]
+    managed.fit(*batch(), batch_size=ROWS, verbose=0)
+    for variable, value in zip(managed.variables, before, strict=True):
+        if not variable.trainable and "moving" not in variable.path and "seed" not in variable.path:
+            np.testing.assert_array_equal(variable, value)
+
+
+class Forgetful(keras.layers.Layer):
+    """Forgets in ``get_config`` how many layers it has."""
+
+    def __init__(self, count: int = 1, **options: Any) -> None:
+        super().__init__(**options)
+        self.parts = [keras.layers.Dense(WIDTH) for _ in range(count)]
+
+    def call(self, x: Any) -> Any:
+        for part in self.parts:
+            x = part(x)
+        return x
+
+    def get_config(self) -> dict[str, Any]:
+        return {name: value for name, value in super().get_config().items() if name != "count"}
+
+
+def test_a_model_that_keras_clones_with_other_layers_is_refused():
+    given = keras.Input((WIDTH,))
+    model = keras.Model(given, keras.layers.Dense(1)(Forgetful(2)(given)))
+    model.compile(loss="mse")
+    with pytest.raises(InvalidModel) as caught:
+        pk.plan_layers(model, *batch(), budget=None)
+    assert "other layers" in caught.value.why
 
 
 def test_a_layer_plan_names_blocks_and_keeps_what_writes_state(layer_plan: Any):

@@ -19,6 +19,8 @@ the value of ``training`` (JAX), or that take ``training`` at all (TensorFlow), 
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -27,10 +29,11 @@ from plimsoll.artifacts.comparison import Comparison
 from plimsoll.artifacts.estimate import Estimate
 from plimsoll.artifacts.fit import Fit
 from plimsoll.artifacts.plan import Plan
-from plimsoll.errors import InvalidOption
+from plimsoll.errors import InvalidModel, InvalidOption
 from plimsoll.integrations.estimates import FixedSizes, Plannable, estimate_step, fit_steps
 from plimsoll.integrations.keras.steps import (
     FRAMEWORK,
+    VariableGuard,
     bytes_of,
     constructed,
     jax_step,
@@ -72,11 +75,13 @@ def plan(model: Any, x: Any, y: Any = None, *, budget: str | int | None, device:
 def apply(model: Any, plan: Plan) -> Iterator[None]:
     """Inside the block, ``fit`` and ``train_on_batch`` hold only the values that the plan keeps.
 
-    Afterwards the model is restored.
+    ``evaluate``, ``predict`` and the validation of ``fit`` run without the plan. Afterwards the model is restored.
 
     Raises:
+        InvalidModel: the model already runs under a plan.
         InvalidOption: Keras runs on another backend, or the model is not built or compiled.
-        PlanMismatch: in the first step: the plan was made for another model.
+        PlanMismatch: in the first step: the plan was made for another model, or the step has sample or class weights. The
+            model's variables keep their values.
 
     Example:
         >>> with pk.apply(model, plan):  # doctest: +SKIP
@@ -85,12 +90,33 @@ def apply(model: Any, plan: Plan) -> Iterator[None]:
     _check(model, ("jax",))
     from plimsoll.integrations import jax as pj
 
-    model.compute_loss_and_updates = pj.wrap(model.compute_loss_and_updates, plan)
+    if "compute_loss_and_updates" in vars(model):
+        raise InvalidModel(
+            f"Model {model.name} already runs under a plan.",
+            why="two plans cannot manage the same training step",
+            next="leave the first pk.apply block, then apply the other plan",
+        )
+    plain = model.compute_loss_and_updates
+    managed = pj.wrap(plain, plan)
+
+    @functools.wraps(plain)
+    def planned(*args: Any, **kwargs: Any) -> Any:
+        is_training = inspect.signature(plain).bind(*args, **kwargs).arguments.get("training", False)
+        return managed(*args, **kwargs) if is_training else plain(*args, **kwargs)
+
+    make = model.make_train_function
+
+    def make_train_function(*args: Any, **kwargs: Any) -> None:
+        make(*args, **kwargs)
+        if not isinstance(model.train_function, VariableGuard):
+            model.train_function = VariableGuard(model, model.train_function)
+
+    model.compute_loss_and_updates, model.make_train_function = planned, make_train_function
     model.train_function = None
     try:
         yield
     finally:
-        del model.compute_loss_and_updates
+        del model.compute_loss_and_updates, model.make_train_function
         model.train_function = None
 
 
@@ -124,8 +150,9 @@ def plan_layers(model: Any, x: Any, y: Any = None, *, budget: str | int | None) 
 def rebuild(model: Any, plan: Plan) -> Any:
     """Return the same model, constructed under ``RematScope``, so that the layers that the plan names run again in backward.
 
-    All variables are copied, also the variables of the optimizer and of random numbers. The given model is not changed. Your
-    own classes need ``get_config``, and your own losses and metrics must be registered with Keras.
+    All variables are copied, also the variables of the optimizer and of random numbers, and frozen layers stay frozen. The
+    given model is not changed. Your own classes need ``get_config``, and your own losses and metrics must be registered with
+    Keras.
 
     Args:
         model: the planned model.
@@ -133,6 +160,7 @@ def rebuild(model: Any, plan: Plan) -> Any:
 
     Raises:
         PlanMismatch: the plan was made for other layers.
+        InvalidModel: Keras clones the model with other layers or variables.
         InvalidOption: Keras runs on the torch backend, or the model is not built or compiled.
 
     Example:

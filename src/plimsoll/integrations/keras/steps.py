@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
+from plimsoll.errors import InvalidModel
 from plimsoll.integrations.layers import LayeredStep, LayerPlans, RerunLayer, calling, kinds_of, rerun_meter
 
 FRAMEWORK = "keras"
@@ -33,15 +34,70 @@ def constructed(model: Any, names: Collection[str]) -> Any:
         copy = keras.models.clone_model(model)
         if not copy.built:
             copy.build_from_config(model.get_build_config())
+    # First of all: compiling builds the optimizer for the trainable variables.
+    _copy_trainable(model, copy)
     copy.compile_from_config(model.get_compile_config())
     sources, targets = model.variables, copy.variables
     if model.optimizer.built:
         copy.optimizer.build(copy.trainable_variables)
         sources, targets = [*sources, *model.optimizer.variables], [*targets, *copy.optimizer.variables]
+    _check_same(model, "variables", [each.shape for each in sources], [each.shape for each in targets])
     for source, target in zip(sources, targets, strict=True):
         # Two models must not share arrays: a training step on JAX donates its own.
         target.assign(keras.ops.copy(source))
     return copy
+
+
+def _copy_trainable(model: Any, copy: Any) -> None:
+    """Freeze the layers and variables of ``copy`` that are frozen in ``model``. A layer that constructs its own sub-layers
+    does not write into its config whether they are frozen.
+    """
+    layers = [list(each._flatten_layers(include_self=True, recursive=True)) for each in (model, copy)]
+    _check_same(model, "layers", *([type(layer) for layer in each] for each in layers))
+    # A layer comes before the layers inside of it, whose flag it sets too.
+    for source, target in zip(*layers, strict=True):
+        target.trainable = source.trainable
+    variables = [[variable for layer in each for variable in layer.variables] for each in layers]
+    _check_same(model, "variables", *([variable.shape for variable in each] for each in variables))
+    for source, target in zip(*variables, strict=True):
+        target.trainable = source.trainable
+
+
+def _check_same(model: Any, what: str, found: Sequence[Any], cloned: Sequence[Any]) -> None:
+    if list(found) != list(cloned):
+        raise InvalidModel(
+            f"Model {model.name} cannot be constructed again.",
+            why=f"Keras clones it with other {what}: {len(cloned)} in place of {len(found)}, or of another kind or shape",
+            next="let get_config return what the layers were constructed with, and compile the model after freezing layers",
+        )
+
+
+class VariableGuard:
+    """Runs Keras' train function. If it raises, the values that Keras took out of the model's variables are put back.
+
+    Keras empties the variables before the first step of ``fit``, and fills them again from a step's result.
+    """
+
+    def __init__(self, model: Any, function: Callable[..., Any]) -> None:
+        self._model = model
+        self._function = function
+
+    def __call__(self, state: Any, iterator: Any) -> Any:
+        try:
+            return self._function(state, iterator)
+        except BaseException:
+            model = self._model
+            groups = (
+                model.trainable_variables,
+                model.non_trainable_variables,
+                model.optimizer.variables,
+                model.metrics_variables,
+            )
+            for variables, values in zip(groups, state, strict=True):
+                for variable, value in zip(variables, values, strict=True):
+                    if not value.is_deleted():  # donated to a step that began
+                        variable.assign(value)
+            raise
 
 
 def layers_of(model: Any) -> list[Any]:
