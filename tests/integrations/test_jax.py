@@ -126,6 +126,40 @@ def test_the_derivative_of_an_exponential_reads_the_named_result():
     assert str(jax.make_jaxpr(jax.grad(named))(BATCH)).count("= exp") == 1
 
 
+def placed(h: jax.Array, x: jax.Array, at: jax.Array) -> jax.Array:
+    return jnp.sin(jax.lax.dynamic_update_slice(x, h[:100], (at[0] % 100, 0)))
+
+
+def added(h: jax.Array, x: jax.Array, at: jax.Array) -> jax.Array:
+    return jnp.sin(h.at[at, 0].add(x[:, 1]))
+
+
+def sorted_with_numbers(h: jax.Array, x: jax.Array, at: jax.Array) -> jax.Array:
+    numbers = jnp.broadcast_to(at[:, None], h.shape)
+    values, order = jax.lax.sort((jnp.exp(h), numbers), num_keys=1, dimension=1)
+    return jnp.sin(values) + (order % 2) * x
+
+
+def in_frequencies(h: jax.Array, x: jax.Array, at: jax.Array) -> jax.Array:
+    return jnp.real(jnp.fft.ifft(jnp.fft.fft(h) * jnp.exp(1j * h * 0.1)))
+
+
+@pytest.mark.parametrize("operation", [placed, added, sorted_with_numbers, in_frequencies])
+@pytest.mark.parametrize("share", [0.8, None])
+def test_operations_on_integers_and_complex_numbers_follow_a_plan(operation: Any, share: float | None):
+    def loss(weights: jax.Array, x: jax.Array, at: jax.Array) -> jax.Array:
+        for weight in weights:
+            x = x + operation(jnp.tanh(x @ weight), x, at)
+        return jnp.mean(x**2)
+
+    weights = jax.random.normal(jax.random.key(1), (4, WIDTH, WIDTH)) * 0.1
+    args = (weights, BATCH, jax.random.randint(jax.random.key(2), (ROWS,), 0, ROWS))
+    budget = None if share is None else int(share * pj.temporary_bytes(loss, *args))
+    plan = pj.plan(loss, *args, budget=budget, device=DEVICE)
+    assert any(each.decision is Decision.KEEP for region in plan.regions for each in region.decisions)
+    assert_equal_gradients(loss, pj.wrap(loss, plan), *args)
+
+
 def test_blocks_without_a_loop_are_regions_and_are_computed_again():
     budget = pj.temporary_bytes(unrolled, layers(), BATCH) // 2
     plan = pj.plan(unrolled, layers(), BATCH, budget=budget, device=DEVICE)

@@ -70,41 +70,39 @@ MARK = "plimsoll:"
 def _bound_with_names(node: Node, inputs: Sequence[Any], names: Mapping[int, str]) -> list[Any]:
     """Run an operation, and name its results so that its derivative reads the named results. Return the results."""
 
-    def bound(*active: Any) -> tuple[Any, ...]:
-        merged = list(inputs)
-        for at, value in zip(floats, active, strict=True):
-            merged[at] = value
-        return tuple(_named(result, names.get(at)) for at, result in enumerate(node.bind(merged)))
+    def bound(*given: Any) -> tuple[Any, ...]:
+        return tuple(_named(result, names.get(at)) for at, result in enumerate(node.bind(given)))
 
     floats = [at for at, value in enumerate(inputs) if is_float(value)]
-    active = [inputs[at] for at in floats]
     if not floats or node.name in _READ_INPUTS_ALONE or node.name in _OPAQUE:
-        return list(bound(*active))
+        return list(bound(*inputs))
 
     def derivative(primals: Any, tangents: Any) -> Any:
-        def both(*values: Any) -> Any:
-            merged = list(inputs)
+        moving = [tangents[at] for at in floats]
 
-            def plain(*given: Any) -> tuple[Any, ...]:
-                for at, value in zip(floats, given, strict=True):
+        def both(given: list[Any], changes: list[Any]) -> Any:
+            def plain(*active: Any) -> tuple[Any, ...]:
+                merged = list(given)
+                for at, value in zip(floats, active, strict=True):
                     merged[at] = value
                 return tuple(node.bind(merged))
 
-            return jax.jvp(plain, values[: len(floats)], values[len(floats) :])
+            return jax.jvp(plain, [given[at] for at in floats], changes)
 
-        program, tree = trace_program(both, *primals, *tangents)
+        program, tree = trace_program(both, list(primals), moving)
         marks = {value: names[at] for at, value in enumerate(program.outputs[: len(node.writes)]) if at in names}
 
         def bind(each: Node, given: Sequence[Any]) -> list[Any]:
             return [_named(r, marks.get(v)) for v, r in zip(each.writes, each.bind(given), strict=True)]
 
-        flat = evaluate(program, [*primals, *tangents], bind)
+        flat = evaluate(program, [*primals, *moving], bind)
         results, changes = jax.tree.unflatten(tree, flat)
         return results, changes
 
+    # Integers are arguments too: the derivative runs after this trace has ended, and could not read its values.
     function = jax.custom_jvp(bound)
     function.defjvp(derivative)
-    return list(function(*active))
+    return list(function(*inputs))
 
 
 def _named(value: Any, name: str | None) -> Any:

@@ -147,6 +147,12 @@ def is_float(value: Any) -> bool:
     return isinstance(value, float) if dtype is None else bool(jax.dtypes.issubdtype(dtype, np.inexact))
 
 
+def is_complex(aval: Any) -> bool:
+    """Return whether an array of this shape and dtype has complex numbers."""
+    dtype = getattr(aval, "dtype", None)
+    return dtype is not None and bool(jax.dtypes.issubdtype(dtype, np.complexfloating))
+
+
 def aval_bytes(aval: Any) -> int:
     """Return the bytes of an array of this shape and dtype. Random keys count with the bytes of their data."""
     shape, dtype = getattr(aval, "shape", ()), getattr(aval, "dtype", None)

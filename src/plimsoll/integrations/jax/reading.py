@@ -123,9 +123,10 @@ def is_shape_only(node: Node) -> bool:
 
 _OWN_LOOPS = (
     "dot_general conv_general_dilated reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or argmax argmin sort "
-    "top_k cumsum cummax cumprod cumlogsumexp gather scatter scatter_add dynamic_slice dynamic_update_slice scan while cond "
-    "fft custom_vjp_call custom_jvp_call cholesky triangular_solve reduce_window reduce_window_max select_and_scatter_add "
-    "reduce_window_sum select_and_gather_add random_bits threefry2x32 concatenate pad rng_bit_generator jit checkpoint"
+    "top_k cumsum cummax cumprod cumlogsumexp gather scatter scatter-add scatter-mul scatter-min scatter-max dynamic_slice "
+    "dynamic_update_slice scan while cond fft custom_vjp_call custom_jvp_call cholesky triangular_solve reduce_window "
+    "reduce_window_max select_and_scatter_add reduce_window_sum select_and_gather_add random_bits threefry2x32 concatenate "
+    "pad rng_bit_generator jit checkpoint"
 )
 HEAVY = frozenset(_OWN_LOOPS.split())
 """Operations that XLA does not compute in the loops of the operations that read their results, or that take time of their

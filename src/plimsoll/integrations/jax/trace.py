@@ -16,7 +16,7 @@ import numpy as np
 from plimsoll.artifacts.costs import Costs, OpCost
 from plimsoll.artifacts.region import Origin, RegionGraph, RegionOp, Slot, Value
 from plimsoll.artifacts.trace import Category, OpSpec, Phase, RegionCall, Storage, Trace, TraceOp
-from plimsoll.integrations.jax.program import ArrayProgram
+from plimsoll.integrations.jax.program import ArrayProgram, is_complex
 from plimsoll.integrations.jax.reading import is_shape_only
 from plimsoll.integrations.jax.regions import Region
 from plimsoll.integrations.jax.seconds import Clock
@@ -87,7 +87,9 @@ def _worth_holding(program: ArrayProgram, region: Region, clock: Clock) -> froze
 
     These are the values that some minimum cut holds, at the price of the time that holding takes, or at a higher price.
     """
-    every = frozenset(v for node in region.part.nodes if not is_shape_only(node) for v in node.writes)
+    written = [value for node in region.part.nodes if not is_shape_only(node) for value in node.writes]
+    # jax.checkpoint cannot save a named complex value ("reduce_precision does not accept dtype complex64").
+    every = frozenset(value for value in written if not is_complex(region.part.avals[value]))
     if not every or not region.reading.is_moving or obstacle_of(region):
         return frozenset()
     builder = _Builder(program, clock, {})
