@@ -22,6 +22,7 @@ from torch.distributed.pipelining import (
 from torch.distributed.pipelining.schedules import ScheduleDualPipeV, _ScheduleForwardOnly
 
 import plimsoll.distributed
+from plimsoll.distributed.pipelines.pipeline_stages import ScheduleAttachment
 from plimsoll.distributed.pipelines.rank_plans import RankPlanner, Standing, _refuse_differing
 from plimsoll.distributed.pipelines.schedules import Wrapped, added_seconds, read_schedule
 from plimsoll.distributed.pipelines.stage_plans import renamed
@@ -120,6 +121,33 @@ def test_evaluation_between_steps_leaves_their_measurements():
                 schedule.eval(batch, target=batch)
         assert not handle.is_calibrating
         assert 0 < handle.measured_peak_bytes <= handle.report.predicted_peak_bytes
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("is_passed", [False, True])
+def test_state_that_an_optimizer_makes_after_several_steps_counts_toward_the_budget(is_passed: bool):
+    def train(budget: int | str, steps: int, accumulated: int) -> ScheduleAttachment:
+        module = Stack(4, 64)
+        optimizer = torch.optim.AdamW(module.parameters())
+        schedule, batch = alone(module), torch.ones(128, 64)
+        handle = plimsoll.distributed.attach_schedule(
+            schedule, budget, optimizer=optimizer if is_passed else None, ranks=[0]
+        )
+        for step in range(1, steps + 1):
+            schedule.step(batch, target=batch, return_outputs=False)
+            if step % accumulated == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+        handle.remove()
+        return handle
+
+    unmanaged_bytes = train("1GiB", 4, 1).measured_peak_bytes
+    budget_bytes = unmanaged_bytes * 9 // 10
+    handle = train(budget_bytes, 9, 3)
+    state_bytes = 2 * sum(each.nbytes for each in Stack(4, 64).parameters())
+    assert handle.report.excess_bytes >= state_bytes
+    assert state_bytes < handle.measured_peak_bytes <= budget_bytes
+    assert handle.report.predicted_peak_bytes <= budget_bytes
 
 
 def test_steps_that_cannot_be_measured_settle_with_a_warning():
@@ -246,7 +274,7 @@ def test_plans_of_no_stage_are_refused():
 
 def test_replicas_of_a_stage_with_different_models_are_refused():
     standing: Callable[..., Standing] = lambda print_: Standing(  # noqa: E731 - two of a kind
-        stages=(1,), fingerprints=(print_,), room_bytes=1, does_fit=True
+        stages=(1,), fingerprints=(print_,), room_bytes=1, does_fit=True, has_stepped=True
     )
     _refuse_differing([standing("a"), standing("a")])
     with pytest.raises(RanksDiffer, match=r"stages \[1\] have different models"):

@@ -4,7 +4,8 @@ The first ``schedule.step(...)`` that trains traces each stage before anything e
 stage's call, or tensors with the shapes of its receive buffers. If any rank cannot meet its budget, all ranks raise an error.
 This first step runs at the lowest memory, and its memory is measured as a whole. From the second step on, stages run plans for
 the budget minus the bytes that were measured but not traced. Steps are measured until one step keeps to the budget on all
-ranks.
+ranks. If an optimizer steps for the first time after that (gradients were accumulated over several steps), its state is
+subtracted from the budget, and steps are measured again.
 """
 
 from __future__ import annotations
@@ -91,6 +92,7 @@ class ScheduleAttachment(RemovedAtEnd):
         self._made: RankPlan | None = None
         self._seconds: dict[int, ActionSeconds] = {}
         self._excess_bytes = 0
+        self._counted_state_bytes = 0
         self._steps_run = 0
         self.is_calibrating = True
         """Whether steps are still measured, so that plans may change."""
@@ -98,6 +100,9 @@ class ScheduleAttachment(RemovedAtEnd):
         self._measuring: MeasuredStep | None = None
         self._measured: MeasuredStep | None = None
         self._watch: OptimizerWatch | None = None
+        self._has_stepped = False
+        self._awaits_optimizers = True
+        """Whether an optimizer of some rank has not stepped yet, so that its state is not measured."""
         self._handles: dict[int, Handle] = {}
         self._wrapped = [
             Wrapped(schedule, "step", self._step),
@@ -134,6 +139,8 @@ class ScheduleAttachment(RemovedAtEnd):
     def remove(self) -> None:
         """Restore the schedule and the stages. A second call does nothing."""
         self._stop_measuring()
+        if self._watch is not None:
+            self._watch.remove()
         for wrapped in self._wrapped:
             wrapped.remove()
         self._drop_hooks()
@@ -149,8 +156,11 @@ class ScheduleAttachment(RemovedAtEnd):
             return original(*args, **kwargs)
         self._arguments, self._call = args, kwargs
         try:
-            if self.is_calibrating and self._planner is not None:
-                self._settle()
+            if self._planner is not None:
+                if self.is_calibrating:
+                    self._settle()
+                elif self._awaits_optimizers:
+                    self._look_for_optimizers()
                 if self.is_calibrating:
                     self._measure()
             result = original(*args, **kwargs)
@@ -237,7 +247,8 @@ class ScheduleAttachment(RemovedAtEnd):
             assert budget_bytes is not None
         # The traces do not contain an optimizer, so the state that exists now counts as bytes beyond the predictions.
         self._budget_bytes, self._excess_bytes = budget_bytes, self._state_bytes
-        mine, _ = self._agreement.compare(self._standing(does_fit=False))
+        self._counted_state_bytes = self._state_bytes
+        mine, _, _ = self._agreement.compare(self._standing(does_fit=False))
         planner = RankPlanner(self._steps, self._rank.actions, self._beside_bytes)
         with self._agreement.together("lowest"):
             planner.solve(budget_bytes, budget_bytes - mine.room_bytes)  # raises below the floor, before the step
@@ -259,13 +270,33 @@ class ScheduleAttachment(RemovedAtEnd):
                 self._note(step)
         fits = step is not None and self.measured_peak_bytes <= self._budget_bytes
         # The first step runs at the lowest memory, so its plans are replaced even if they fit.
-        mine, all_fit = self._agreement.compare(self._standing(does_fit=fits and self._steps_run > 1))
+        mine, all_fit, all_stepped = self._agreement.compare(self._standing(does_fit=fits and self._steps_run > 1))
+        self._awaits_optimizers = not all_stepped
         if all_fit or self._steps_run >= _MOST_STEPS:
             self._end_calibration(does_fit=fits)
             return
+        self._plan_again(mine)
+
+    def _plan_again(self, mine: Standing) -> None:
+        assert self._planner is not None
         with self._agreement.together("solved"):
             made = self._planner.solve(self._budget_bytes, self._budget_bytes - mine.room_bytes)
         self._take(mine, made)
+
+    def _look_for_optimizers(self) -> None:
+        """If an optimizer of any rank has stepped for the first time since the last measured step, plan and measure again."""
+        assert self._watch is not None
+        is_first = self._watch.has_stepped and not self._has_stepped
+        if is_first:
+            self._has_stepped = True
+            self._excess_bytes += max(0, self._state_bytes - self._counted_state_bytes)
+        mine, is_unchanged, all_stepped = self._agreement.compare(self._standing(does_fit=not is_first))
+        if is_unchanged:
+            return
+        self._awaits_optimizers = not all_stepped
+        self.is_calibrating, self._steps_run = True, 1
+        self._watch.remove()
+        self._plan_again(mine)
 
     def _note(self, step: MeasuredStep) -> None:
         """Store the peak of a measured step, and the measured peak minus the peak that the plans predicted.
@@ -274,7 +305,7 @@ class ScheduleAttachment(RemovedAtEnd):
             BudgetBelowFloor: the optimizer's step alone takes more than the budget.
         """
         assert self._made is not None
-        state_bytes = self._state_bytes
+        self._counted_state_bytes = state_bytes = self._state_bytes
         self.measured_peak_bytes = step.step_peak_bytes + state_bytes
         self._excess_bytes = max(self._excess_bytes, self.measured_peak_bytes - self._made.peak.peak_bytes)
         before_bytes = 0 if self._watch is None else self._watch.bytes_before
@@ -285,7 +316,8 @@ class ScheduleAttachment(RemovedAtEnd):
 
     def _end_calibration(self, *, does_fit: bool) -> None:
         self.is_calibrating = False
-        self._stop_measuring()
+        if self._awaits_optimizers:
+            self._watch = self._watching()
         if does_fit:
             return
         said = (
@@ -329,15 +361,21 @@ class ScheduleAttachment(RemovedAtEnd):
         modules = nn.ModuleList([stage.submod for stage in stages])
         received = [tensor for stage in stages for tensor in received_buffers(stage)]
         self._measuring = step = MeasuredStep(modules, (self._arguments, received), self._call)
-        trained = frozenset(map(id, modules.parameters()))
-        self._watch = OptimizerWatch(trained, self._optimizers, lambda: step.note(OPTIMIZER))
+        self._watch = self._watching(lambda: step.note(OPTIMIZER))
+
+    def _watching(self, on_step: Callable[[], None] | None = None) -> OptimizerWatch:
+        """Watch the optimizers that were passed or have stepped."""
+        stages = nn.ModuleList([stage.submod for stage in self._rank.stages.values()])
+        stepped = () if self._watch is None else self._watch.optimizers
+        known = {id(each): each for each in (*self._optimizers, *stepped)}
+        return OptimizerWatch(frozenset(map(id, stages.parameters())), known.values(), on_step)
 
     def _stop_measuring(self) -> None:
         """End the measurement of a step. ``_settle``, which runs after each measured step, reads its result."""
         step, self._measuring = self._measuring, None
-        if step is not None:
+        if step is not None and self._watch is not None:
             self._measured = step if step.end() else None
-        if self._watch is not None:
+            self._has_stepped |= self._watch.has_stepped
             self._watch.remove()
 
     def _drop_hooks(self) -> None:
@@ -352,6 +390,7 @@ class ScheduleAttachment(RemovedAtEnd):
             fingerprints=tuple(self._steps[index].traced.trace.fingerprint for index in indices),
             room_bytes=self._budget_bytes - self._excess_bytes,
             does_fit=does_fit,
+            has_stepped=self._has_stepped,
         )
 
     @property
@@ -427,8 +466,8 @@ def attach_schedule(
             unmanaged (without a plan).
         budget: bytes per rank, as for ``plimsoll.plan``: everything that its stages take together during a whole
             ``schedule.step`` and the optimizer's step, including receive buffers, kept outputs and optimizer state.
-        optimizer: one or several optimizers, whose state counts from the start. Without this argument, the first step measures
-            the state.
+        optimizer: one or several optimizers, whose existing state counts from the start. State that an optimizer makes in its
+            first step counts from then on, with or without this argument.
         regions: as for ``plimsoll.plan``, within each stage's module.
         verify_every: as for ``plimsoll.apply``.
         ranks: global ranks that run this job; by default all.

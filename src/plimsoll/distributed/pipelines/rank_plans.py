@@ -132,13 +132,14 @@ _TOPIC = "planning pipeline stages"
 
 class Standing(msgspec.Struct, frozen=True, kw_only=True):
     """A rank's message to the other ranks when they agree on plans, as data: its stages and their models, the bytes that its
-    plans may take, and whether its last step was within its budget.
+    plans may take, whether its last step was within its budget, and whether an optimizer has stepped since `attach_schedule`.
     """
 
     stages: tuple[int, ...]
     fingerprints: tuple[str, ...]
     room_bytes: int
     does_fit: bool
+    has_stepped: bool
 
 
 class StageAgreement(Agreement):
@@ -150,12 +151,13 @@ class StageAgreement(Agreement):
         conversation = None if world is None else Conversation(world, _TOPIC, timeout_seconds=timeout_seconds)
         super().__init__(conversation, _TOPIC)
 
-    def compare(self, mine: Standing) -> tuple[Standing, bool]:
-        """Exchange data with all ranks: each rank's stages, the bytes that its plans may take, and whether its last step kept
-        to its budget.
+    def compare(self, mine: Standing) -> tuple[Standing, bool, bool]:
+        """Exchange data with all ranks: each rank's stages, the bytes that its plans may take, whether its last step kept to
+        its budget, and whether its optimizer has stepped.
 
-        Return two results. The first is this rank's data, with the smallest ``room_bytes`` (bytes that plans may take) among
-        all ranks with the same stages. The second is True if the last step of each rank was within its budget.
+        Return three results. The first is this rank's data, with the smallest ``room_bytes`` (bytes that plans may take) among
+        all ranks with the same stages. The second is True if the last step of each rank was within its budget, and the third
+        if optimizers have stepped on all ranks.
 
         Raises:
             RanksDiffer: ranks with the same stage have different models.
@@ -166,7 +168,10 @@ class StageAgreement(Agreement):
         for other in everyone:
             _refuse_differing([one for one in everyone if one.stages == other.stages])
         room_bytes = min(other.room_bytes for other in replicas)
-        return msgspec.structs.replace(mine, room_bytes=room_bytes), all(other.does_fit for other in everyone)
+        do_fit, have_stepped = (
+            all(each) for each in zip(*((o.does_fit, o.has_stepped) for o in everyone), strict=True)
+        )
+        return msgspec.structs.replace(mine, room_bytes=room_bytes), do_fit, have_stepped
 
     def adopt(self, mine: Standing, made: RankPlan) -> tuple[dict[int, Plan], dict[int, ActionSeconds]]:
         """Exchange plans with all ranks, so that all replicas of a stage (ranks with the same stage) run the same plan.
