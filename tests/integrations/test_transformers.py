@@ -25,7 +25,8 @@ from torch import nn
 import plimsoll
 import zoo
 from metering import LiveStorages
-from plimsoll.errors import BudgetBelowFloor, InvalidModel, InvalidOption, UnsupportedFramework
+from plimsoll.errors import BudgetBelowFloor, InvalidModel, InvalidOption, RankFailed, UnsupportedFramework
+from plimsoll.integrations import transformers as transformers_integration
 from plimsoll.integrations.budgeted import Framework
 from plimsoll.integrations.transformers import PlimsollCallback
 from unchanged import snapshot
@@ -200,6 +201,10 @@ VERSIONS = {
     "4.55.4": False,
     "6.0.0rc1": False,
     "0.20.0": False,
+    "5": True,
+    "0.19.0rc1": True,
+    "0.3rc1": False,
+    "0.dev": False,
 }
 
 
@@ -244,3 +249,62 @@ def test_a_callback_serves_trainers_in_turn_but_not_one_within_another(tmp_path)
 def test_an_option_that_attach_does_not_know_is_refused_at_once():
     with pytest.raises(TypeError, match="colour"):
         PlimsollCallback("1GiB", colour="blue")
+    with pytest.raises(TypeError, match="optimizer"):
+        PlimsollCallback("1GiB", optimizer=torch.optim.SGD([torch.ones(1, requires_grad=True)], 0.1))
+
+
+class _Sample(dict):
+    """Counts how often its values are looked at."""
+
+    looks = 0
+
+    def __iter__(self):
+        _Sample.looks += 1
+        return super().__iter__()
+
+    def values(self):
+        _Sample.looks += 1
+        return super().values()
+
+
+def test_samples_of_a_data_set_are_not_searched_for_modules(tmp_path):
+    trainer = plain_trainer(str(tmp_path), [])
+    trainer.reward_funcs, trainer.ref_model, trainer.samples = (
+        [zoo.build("llama")],
+        zoo.build("llama"),
+        [_Sample(a=[1])],
+    )
+    found = list(transformers_integration._modules_of(trainer))
+    assert {id(trainer.reward_funcs[0]), id(trainer.ref_model), id(trainer.model)} <= set(map(id, found))
+    assert _Sample.looks == 0
+
+
+class _Interrupt(transformers.TrainerCallback):
+    """Raises between two training steps, where only the trainer sees it."""
+
+    def on_step_end(self, *args: object, **kwargs: object) -> None:
+        raise KeyboardInterrupt
+
+
+def test_remove_restores_what_an_interrupt_between_steps_leaves(tmp_path):
+    callback = PlimsollCallback("1GiB")
+    trainer = plain_trainer(str(tmp_path), [callback, _Interrupt()], max_steps=2)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    callback.remove()
+    callback.remove()
+    assert not {"log", "training_step"} & set(vars(trainer))
+    plimsoll.attach(trainer.model, "1GiB").remove()
+
+
+def test_a_budget_that_is_too_small_on_another_rank_is_out_of_memory_too(tmp_path):
+    """With ``auto_find_batch_size``, all ranks have to take a smaller batch."""
+    callback = PlimsollCallback("1GiB")
+    floor = BudgetBelowFloor("budget 1 MiB is too small.", why="of the peak", next="2 MiB")
+    arguments = plain_trainer(str(tmp_path), [], auto_find_batch_size=True).args
+
+    def step() -> torch.Tensor:
+        raise RankFailed("Rank 1 failed.", why="of its budget", next="2 MiB", ranks=(1,)) from floor
+
+    with pytest.raises(torch.OutOfMemoryError, match=r" out of memory\."):
+        callback._step(step, arguments)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
+import re
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -22,7 +23,6 @@ from torch import nn
 
 # The module is private by its name alone; seen in torch 2.9 to 2.15.
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
-from torch.torch_version import TorchVersion
 
 from plimsoll.errors import BudgetBelowFloor, InvalidModel, InvalidOption, UnsupportedFramework
 from plimsoll.session.attach import attach
@@ -81,13 +81,28 @@ class Framework:
             UnsupportedFramework: the version is outside this range, or cannot be determined.
         """
         found = self._found()
-        is_newer = _line(found) > _line(self.newest)
-        if not is_newer and TorchVersion(found) >= self.oldest:
+        release = self._release(found)
+        is_newer = _line(release) > _line(self._release(self.newest))
+        if not is_newer and release >= self._release(self.oldest):
             return
         raise UnsupportedFramework(
             f"{self.name} {found} is {'newer' if is_newer else 'older'} than the versions that this integration supports.",
             why=f"it changes the framework's training loop and was tried with {self.name} {self.oldest} to {self.newest}",
             next=f"install such a version, or call plimsoll.attach(model, budget) before the training loop of {self.name}",
+        )
+
+    def _release(self, version: str) -> tuple[int, ...]:
+        """Return the three numbers of a version such as ``5``, ``v0.19.0rc1`` or ``2.6.6.dev0+abc``. Missing ones are 0."""
+        matched = re.match(r"v?(?:\d+!)?(\d+(?:\.\d+)*)", version)
+        if matched is None:
+            raise self._unknown(f"{version!r} is not a version number")
+        return tuple([*map(int, matched[1].split(".")), 0, 0][:3])
+
+    def _unknown(self, why: str) -> UnsupportedFramework:
+        return UnsupportedFramework(
+            f"The version of {self.name} cannot be determined.",
+            why=f"{why}; this integration was tried with {self.oldest} to {self.newest}",
+            next=f"install {self.name} with pip, or call plimsoll.attach(model, budget) before its training loop",
         )
 
     def _found(self) -> str:
@@ -97,19 +112,15 @@ class Framework:
             module = sys.modules.get(self.name.replace("-", "_"))
             if module is not None and "__version__" in vars(module):
                 return str(vars(module)["__version__"])
-            raise UnsupportedFramework(
-                f"The version of {self.name} cannot be determined.",
-                why=f"its package metadata is missing; this integration was tried with {self.oldest} to {self.newest}",
-                next=f"install {self.name} with pip, or call plimsoll.attach(model, budget) before its training loop",
-            ) from error
+            raise self._unknown("its package metadata is missing") from error
 
 
-def _line(version: str) -> tuple[int, int]:
+def _line(release: tuple[int, ...]) -> tuple[int, int]:
     """Return the part of a version number that changes when the interface may change: the major version, and before 1.0 also
     the minor version.
     """
-    major, minor = version.split(".")[:2]
-    return int(major), 0 if int(major) else int(minor)
+    major, minor, *_ = release
+    return major, 0 if major else minor
 
 
 class BudgetedTraining:
@@ -123,7 +134,8 @@ class BudgetedTraining:
         ``options`` are those of ``plimsoll.attach``. ``log`` is the framework's logger.
         """
         framework.check()
-        inspect.signature(attach).bind(None, budget, **options)  # raises TypeError for an unknown option
+        # Raises TypeError for an unknown option, and for the optimizer, which the framework has.
+        inspect.signature(attach).bind(None, budget, optimizer=None, **options)
         Budget.required(budget)
         self.handle: Attachment | None = None
         self._budget = budget

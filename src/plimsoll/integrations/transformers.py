@@ -13,16 +13,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.utils import logging
 
-from plimsoll.errors import BudgetBelowFloor, InvalidOption
+from plimsoll.errors import BudgetBelowFloor, InvalidOption, RankFailed
 from plimsoll.integrations.budgeted import BudgetedTraining, Framework, calling
 from plimsoll.session.attachment import Attachment
 
@@ -70,9 +69,12 @@ class PlimsollCallback(TrainerCallback):
         self._training.claim(trainer, is_free=self._training.owner not in around)
         _refuse(trainer)
         offloads = not isinstance(vars(trainer).get(_OFFLOADING, contextlib.nullcontext()), contextlib.nullcontext)
-        beside = [leaf for leaf in tree_leaves(list(vars(trainer).values())) if isinstance(leaf, nn.Module)]
         self._training.begin(
-            trainer.model_wrapped, trainer.optimizer, beside=beside, taken_over=int(offloads), takes_compiled=True
+            trainer.model_wrapped,
+            trainer.optimizer,
+            beside=_modules_of(trainer),
+            taken_over=int(offloads),
+            takes_compiled=True,
         )
         replaced = functools.partial(self._training.replace, trainer)
         if offloads:
@@ -86,6 +88,14 @@ class PlimsollCallback(TrainerCallback):
         """Restore trainer and model after training has ended."""
         self._training.end()
 
+    def remove(self) -> None:
+        """Restore trainer and model after a training that ended with an error between two training steps.
+
+        The trainer reports neither an interrupt nor an error of the data, of evaluation or of the optimizer to its callbacks.
+        An error inside of a training step, and the next training with this callback, restore them as well.
+        """
+        self._training.end()
+
     def _log(self, log: Callable[..., None], logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         log({**logs, **self._training.figures()} if "loss" in logs else logs, *args, **kwargs)
 
@@ -94,9 +104,13 @@ class PlimsollCallback(TrainerCallback):
     ) -> torch.Tensor:
         try:
             return step(*args, **kwargs)
-        except BudgetBelowFloor as error:
-            self._training.name_beside(error)
+        except (BudgetBelowFloor, RankFailed) as error:
             self._training.end()
+            # On ranks other than the tightest one, the error about the budget is the cause of RankFailed.
+            if isinstance(error, BudgetBelowFloor):
+                self._training.name_beside(error)
+            elif not isinstance(error.__cause__, BudgetBelowFloor):
+                raise
             _LOG.error("Plimsoll: %s", error)
             if not arguments.auto_find_batch_size:
                 raise
@@ -116,6 +130,15 @@ def _calling_trainers() -> list[Trainer]:
         why="it needs the trainer that calls it, to find the trained module",
         next="pass it as Trainer(..., callbacks=[PlimsollCallback(budget)]); in other loops use plimsoll.attach",
     )
+
+
+def _modules_of(trainer: Trainer) -> Iterator[nn.Module]:
+    """Yield the modules in a trainer's attributes, and in lists, tuples and dictionaries there (not deeper: a data set may be
+    a list of millions of samples).
+    """
+    for value in vars(trainer).values():
+        found = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else (value,)
+        yield from (each for each in found if isinstance(each, nn.Module))
 
 
 def _refuse(trainer: Trainer) -> None:
