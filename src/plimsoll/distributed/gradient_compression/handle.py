@@ -114,8 +114,16 @@ class CompressionHandle(RemovedAtEnd):
             state: the result of ``state_dict`` on this rank.
 
         Raises:
-            CompressionMismatch: the state is for another method, model, layout, number of ranks, or rank. Then nothing changes.
+            CompressionMismatch: the state is for another method, model, layout, number of ranks, or rank, or it is incomplete.
+                Then nothing changes.
+            InvalidOption: ``remove`` was called.
         """
+        if self._layout is None:
+            raise InvalidOption(
+                "This compression has ended.",
+                why="after remove() nothing would use the saved residuals",
+                next="call compress_gradients again, and load the state into the new handle",
+            )
         saved, mine = _facts(state), _facts(self.state_dict())
         odd = [what for what in {**saved, **mine} if saved.get(what) != mine.get(what)]
         if odd:
@@ -126,6 +134,14 @@ class CompressionHandle(RemovedAtEnd):
                 why="what a rank has not sent yet belongs to its parameters, its method and its number of ranks",
                 next="load on the same rank of as many ranks with the same call, or start without the state: what was unsent "
                 "is lost",
+            )
+        names = {slot.name for slot in self._slots}
+        missing = [what for what in ("reductions", "counters", *STATE) if what not in state]
+        if missing or names - state["reductions"].keys():
+            raise CompressionMismatch(
+                f"The saved state of gradient compression lacks {', '.join(missing) or 'reductions of some parameters'}.",
+                why="a run continues only from everything that state_dict() returned",
+                next="load the whole state, or start without it: what was unsent is lost",
             )
         for slot in self._slots:
             slot.reductions = state["reductions"][slot.name]

@@ -82,7 +82,11 @@ class Replicas:
     def __init__(self, model: DistributedDataParallel) -> None:
         self.group: dist.ProcessGroup = model.process_group
         self._model = model
-        self._trained = {name: each for name, each in model.module.named_parameters() if each.requires_grad}
+        self._trained = {
+            name: each
+            for name, each in model.module.named_parameters()
+            if each.requires_grad and name not in model.parameters_to_ignore  # DDP does not reduce their gradients
+        }
         self._hook: ReplicaHook | None = None
 
     def parts(self) -> list[GradientPart]:
