@@ -278,12 +278,7 @@ def agreement_for(
     Raises:
         InvalidOption: ``ranks`` names ranks that do not exist or omits this one, or ``timeout_seconds`` is not positive.
     """
-    if isinstance(timeout_seconds, bool) or not isinstance(timeout_seconds, int | float) or not timeout_seconds > 0:
-        raise InvalidOption(
-            f"timeout_seconds={timeout_seconds!r} is not a positive number.",
-            why="ranks wait this many seconds for each other, and then raise an error that names the missing rank",
-            next=f"pass timeout_seconds={TIMEOUT_SECONDS:g}, or leave it out",
-        )
+    check_timeout(timeout_seconds)
     found = find_participants(model, ranks)
     if found.world is None:
         return Agreement(None, topic)
@@ -297,3 +292,13 @@ def described(**options: Any) -> dict[str, str]:
 
 def _versions() -> dict[str, str]:
     return {"plimsoll": plimsoll.__version__, "torch": str(torch.__version__)}
+
+
+def check_timeout(timeout_seconds: float) -> None:
+    """Raise ``InvalidOption`` if a time limit is not a positive number."""
+    if isinstance(timeout_seconds, bool) or not isinstance(timeout_seconds, int | float) or not timeout_seconds > 0:
+        raise InvalidOption(
+            f"timeout_seconds={timeout_seconds!r} is not a positive number.",
+            why="ranks wait this many seconds for each other, and then raise an error that names the missing rank",
+            next=f"pass timeout_seconds={TIMEOUT_SECONDS:g}, or leave it out",
+        )

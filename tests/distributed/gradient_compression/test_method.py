@@ -41,6 +41,7 @@ def test_a_method_reads_back_as_it_is_written(text: str, canonical: str):
         ("none:1", "'none:1' is not a method"),
         ("top-k:1%", "'top-k:1%' is not a method"),
         ("", "'' is not a method"),
+        (None, "None is not a method"),
     ],
 )
 def test_a_method_that_means_nothing_is_refused_and_says_how_to_write_one(text: str, said: str):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -99,6 +100,9 @@ def test_a_bad_budget_or_managed_stage_leaves_the_schedule_alone():
     schedule = ScheduleGPipe(stage(0), 2, loss_fn=torch.sum)
     with pytest.raises(InvalidBudget):
         plimsoll.distributed.attach_schedule(schedule, "24G", ranks=[0])
+    for timeout_seconds in (-1, float("nan"), "5"):
+        with pytest.raises(InvalidOption, match="is not a positive number"):
+            plimsoll.distributed.attach_schedule(schedule, "1GiB", ranks=[0], timeout_seconds=timeout_seconds)
     with pytest.raises(InvalidModel, match=r"not a torch\.optim\.Optimizer"):
         plimsoll.distributed.attach_schedule(schedule, "1GiB", optimizer=["adam"], ranks=[0])  # type: ignore[list-item]
     assert "step" not in vars(schedule)
@@ -148,6 +152,18 @@ def test_state_that_an_optimizer_makes_after_several_steps_counts_toward_the_bud
     assert handle.report.excess_bytes >= state_bytes
     assert state_bytes < handle.measured_peak_bytes <= budget_bytes
     assert handle.report.predicted_peak_bytes <= budget_bytes
+
+
+def test_the_batch_of_a_step_is_freed_once_steps_are_not_measured():
+    schedule = alone(Stack(2, 16))
+    with plimsoll.distributed.attach_schedule(schedule, "1GiB", ranks=[0]) as handle:
+        for _ in range(3):
+            batch = torch.ones(8, 16)
+            schedule.step(batch, target=batch, return_outputs=False)
+        assert not handle.is_calibrating
+        reference = weakref.ref(batch)
+        del batch
+        assert reference() is None
 
 
 def test_steps_that_cannot_be_measured_settle_with_a_warning():

@@ -52,7 +52,13 @@ def parse_method(text: str) -> Method:
         >>> str(parse_method("PowerSGD:4"))
         'powersgd:4'
     """
-    name, colon, parameter = str(text).strip().lower().partition(":")
+    if not isinstance(text, str):  # str(None) would mean no compression
+        raise InvalidOption(
+            f"{text!r} is not a method of gradient compression.",
+            why=f"a method is a text; the methods are {_FORMS}",
+            next='pass for example "powersgd:4"',
+        )
+    name, colon, parameter = text.strip().lower().partition(":")
     if name == "none" and not colon:
         return Method(kind="none")
     if name == "powersgd":

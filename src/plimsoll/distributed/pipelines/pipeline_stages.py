@@ -175,6 +175,8 @@ class ScheduleAttachment(RemovedAtEnd):
             if self._planner is None:
                 self.plans = {}
             raise
+        finally:
+            self._arguments, self._call = (), {}  # the batch may be freed between steps
 
     def _initialize(self, original: Callable[..., Any], args: Any, kwargs: Any, *more: Any, **named: Any) -> None:
         """In the first training step, plan the stages.

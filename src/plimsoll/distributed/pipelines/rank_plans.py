@@ -18,7 +18,7 @@ from plimsoll.estimator.pipeline_schedule.timeline import ActionSeconds
 from plimsoll.planning.describe import describe_peak
 from plimsoll.planning.explain import name_holders
 from plimsoll.planning.simulate import Simulation
-from plimsoll.session.agreement import Agreement
+from plimsoll.session.agreement import Agreement, check_timeout
 from plimsoll.session.rendezvous.conversation import Conversation
 from plimsoll.session.rendezvous.world import World
 from plimsoll.units import budget_text, format_bytes
@@ -148,6 +148,7 @@ class StageAgreement(Agreement):
     """
 
     def __init__(self, world: World | None, timeout_seconds: float) -> None:
+        check_timeout(timeout_seconds)
         conversation = None if world is None else Conversation(world, _TOPIC, timeout_seconds=timeout_seconds)
         super().__init__(conversation, _TOPIC)
 
