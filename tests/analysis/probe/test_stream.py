@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from plimsoll.analysis.probe.stream import Call, Stream, held_out_calls
 from plimsoll.errors import InvalidBatch, InvalidProbe
@@ -45,6 +45,19 @@ def test_a_shuffling_loader_gives_every_pass_in_one_order_trains_on_no_held_out_
     assert not set(held_out) & set(trained)
     assert set(held_out) | set(trained) == set(range(12))
     assert torch.equal(torch.get_rng_state(), before)
+
+
+class Endless(IterableDataset[torch.Tensor]):
+    """Data that is streamed: the loader's `len` raises TypeError."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return (torch.full((2,), float(i)) for i in itertools.count())
+
+
+def test_a_loader_of_streamed_data_has_an_unknown_length():
+    stream = Stream(DataLoader(Endless(), batch_size=None), set_apart=None, seed=0)
+    assert (stream.set_apart, stream.description) == (0, "a stream")
+    assert numbers(stream.draw(3)) == [0, 1, 2]
 
 
 def test_a_skipped_stream_goes_on_as_if_it_had_been_drawn():

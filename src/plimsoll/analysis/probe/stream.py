@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,7 +58,7 @@ class Stream:
         self._batches = self._passes()
         self._state: RandomState | None = None
         self._first: Call | None = None
-        self._length = None if self.is_fixed or not isinstance(source, Sized) else len(source)
+        self._length = None if self.is_fixed else _length_of(source)
         self.set_apart = self._count_set_apart(set_apart)
 
     @property
@@ -217,6 +217,17 @@ def checksum(call: Call, start: int = 0) -> int:
         else:
             code = zlib.crc32(repr(leaf).encode(), code)
     return code
+
+
+def _length_of(source: Any) -> int | None:
+    """Return the number of batches, or ``None`` if it is unknown.
+
+    A ``DataLoader`` has ``__len__`` even over a dataset without a length, so only a call of ``len`` shows whether it has one.
+    """
+    try:
+        return len(source)
+    except (TypeError, NotImplementedError):
+        return None
 
 
 def _as_call(batch: Any) -> Call:
