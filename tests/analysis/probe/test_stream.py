@@ -47,6 +47,14 @@ def test_a_shuffling_loader_gives_every_pass_in_one_order_trains_on_no_held_out_
     assert torch.equal(torch.get_rng_state(), before)
 
 
+def test_held_out_data_that_a_loader_shuffles_is_the_same_for_a_seed_and_moves_no_generator():
+    loader = DataLoader(TensorDataset(torch.arange(12.0)), shuffle=True, collate_fn=lambda rows: (rows[0][0][None],))
+    before = torch.get_rng_state()
+    once, again, other = (numbers(held_out_calls(loader, seed=seed)) for seed in (3, 3, 4))
+    assert once == again != other
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 class Endless(IterableDataset[torch.Tensor]):
     """Data that is streamed: the loader's `len` raises TypeError."""
 
@@ -121,7 +129,7 @@ def test_a_stream_that_cannot_be_used_says_so(source: Any, set_apart: int, found
 
 def test_held_out_data_without_batches_and_what_is_no_batch_are_refused():
     with pytest.raises(InvalidProbe, match="held_out= is empty"):
-        held_out_calls([])
-    assert len(held_out_calls(itertools.islice(numbered(9), 4))) == 4
+        held_out_calls([], seed=0)
+    assert len(held_out_calls(itertools.islice(numbered(9), 4), seed=0)) == 4
     with pytest.raises(InvalidBatch):
         Stream([object()], set_apart=0, seed=0).draw(1)

@@ -188,13 +188,18 @@ def is_batch(source: Any) -> bool:
     return isinstance(source, torch.Tensor | tuple | Mapping)
 
 
-def held_out_calls(source: Iterable[Any]) -> list[Call]:
+def held_out_calls(source: Iterable[Any], seed: int) -> list[Call]:
     """Return the batches for evaluation as a list.
+
+    Reading starts from a random state of this seed, so a loader that shuffles gives the same list again. The global random
+    state is restored.
 
     Raises:
         InvalidProbe: ``source`` does not yield batches.
     """
-    calls = [_as_call(batch) for batch in ([source] if is_batch(source) else source)]
+    with own_randomness():
+        seed_everything(seed)
+        calls = [_as_call(batch) for batch in ([source] if is_batch(source) else source)]
     if not calls:
         raise InvalidProbe(
             "held_out= is empty.",
@@ -240,4 +245,4 @@ def read_data(batches: Any, held_out: Iterable[Any] | int | None, seed: int) -> 
     if held_out is None or isinstance(held_out, int):
         stream = Stream(batches, set_apart=held_out, seed=seed)
         return stream, stream.held_out()
-    return Stream(batches, set_apart=0, seed=seed), held_out_calls(held_out)
+    return Stream(batches, set_apart=0, seed=seed), held_out_calls(held_out, seed)
