@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from plimsoll.analysis.probe.stream import Call, Stream, held_out_calls
+from plimsoll.analysis.probe.stream import Call, Stream, checksum, held_out_calls
 from plimsoll.errors import InvalidBatch, InvalidProbe
 
 
@@ -85,6 +85,15 @@ def test_one_bit_changes_the_checksum():
         stream.draw(3)
         drawn.append(stream.checksum)
     assert drawn[0] != drawn[1]
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_the_checksum_covers_indices_and_values_of_sparse_tensors_and_lazy_conjugates():
+    moved = [torch.sparse_coo_tensor([[0, 1], [0, place]], [1.0, 2.0], (2, 3)) for place in (1, 2)]
+    waves = torch.tensor([1 + 2j])
+    kinds = [*moved, moved[0] * 2, moved[0].to_sparse_csr(), waves, waves.conj()]
+    assert len({checksum(Call((each,), {})) for each in kinds}) == len(kinds)
+    assert checksum(Call((waves.conj(),), {})) == checksum(Call((waves.conj().resolve_conj(),), {}))
 
 
 def test_looking_at_the_first_batch_does_not_draw_it():

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from plimsoll.analysis.probe.keeping import own_randomness, seed_everything
 from plimsoll.errors import InvalidProbe
+from plimsoll.tracing.local_tensors import dense_parts
 from plimsoll.tracing.recorder.calling import split_batch
 from plimsoll.tracing.recorder.untouched import RandomState
 
@@ -217,8 +218,9 @@ def checksum(call: Call, start: int = 0) -> int:
     code = start
     for leaf in tree_leaves((call.args, {name: call.kwargs[name] for name in sorted(call.kwargs)})):
         if isinstance(leaf, torch.Tensor):
-            flat = leaf.detach().to("cpu").contiguous().reshape(-1)
-            code = zlib.crc32(flat.view(torch.uint8).numpy().data, code)
+            for part in dense_parts(leaf.detach()):  # a sparse tensor has no memory of its own to read
+                flat = part.to("cpu").resolve_conj().resolve_neg().contiguous().reshape(-1)
+                code = zlib.crc32(flat.view(torch.uint8).numpy().data, code)
         else:
             code = zlib.crc32(repr(leaf).encode(), code)
     return code
