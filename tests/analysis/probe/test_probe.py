@@ -16,6 +16,7 @@ from types import ModuleType
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import plimsoll
 import zoo
@@ -118,6 +119,50 @@ def test_the_losses_are_those_of_an_ordinary_training_loop():
         expected.append(float(loss.detach()))
     assert verdict.curves.baseline_losses == tuple(expected)
     assert noisy.curves.baseline_losses != tuple(expected)
+
+
+class Doubled(torch.optim.SGD):
+    """An optimizer that multiplies matrices, which autocast would round."""
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            parameter.grad @= 2 * torch.eye(parameter.shape[-1])
+        super().step()
+
+
+class Checkpointed(nn.Sequential):
+    """Recomputes its forward in backward, where torch enters autocast again and casts the weights."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+@pytest.mark.long
+def test_under_autocast_each_step_and_evaluation_casts_the_present_weights():
+    layers = [kind(nn.Linear(8, 8, bias=False), nn.GELU()) for kind in (nn.Sequential, nn.Sequential, Checkpointed)]
+    model, way = nn.Sequential(*layers), lambda output: output.square().mean()
+    torch.manual_seed(0)
+    batches = [torch.randn(4, 8) for _ in range(6)]
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    with torch.autocast("cpu", torch.bfloat16):
+        plan = plimsoll.plan(model, batches[0], loss=way, strategy="full", regions=["0", "1"])
+        verdict = plimsoll.probe(
+            model, batches, plan, steps=5, loss=way, held_out=1, optimizer=functools.partial(Doubled, lr=1.0)
+        )
+    assert all(map(torch.equal, model.parameters(), before))
+    optimizer, expected = Doubled(model.parameters(), lr=1.0), []
+    for batch in batches[:5]:
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = way(model(batch))
+        loss.backward()
+        optimizer.step()
+        expected.append(float(loss.detach()))
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        held_out = float(way(model(batches[5])))
+    assert verdict.curves.baseline_losses == verdict.curves.plan_losses == tuple(expected)
+    assert verdict.baseline.held_out_loss == verdict.plan.held_out_loss == held_out
 
 
 @pytest.mark.parametrize(("threads", "counts_waiting"), [(1, False), (2, True)])

@@ -20,7 +20,7 @@ from plimsoll.errors import InvalidModel, InvalidProbe
 from plimsoll.tracing.local_tensors import densified
 from plimsoll.tracing.meters.memory import PeakMeter, storage_bytes
 from plimsoll.tracing.meters.timing import Marks
-from plimsoll.tracing.recorder.calling import Loss, output_tensors, own_loss, scalar_loss
+from plimsoll.tracing.recorder.calling import Loss, after_autocast, output_tensors, own_loss, scalar_loss
 from plimsoll.tracing.recorder.foreign_leaves import foreign_leaves_kept
 from plimsoll.tracing.recorder.untouched import private_copy
 
@@ -111,9 +111,11 @@ class Trainer:
         """Run forward, loss and backward for one batch, and return the loss. Gradients of earlier steps are deleted first."""
         for parameter in self.model.parameters():
             parameter.grad = None
+        # The caller's autocast stays on for the whole probe. Without this, each step would use the first step's cast weights.
+        torch.clear_autocast_cache()
         output = self.model(*call.args, **call.kwargs)
         loss = scalar_loss(output, self._loss)
-        with foreign_leaves_kept(self.model, loss):
+        with after_autocast(self.device.type), foreign_leaves_kept(self.model, loss):
             loss.backward()
         return float(loss.detach())
 
@@ -165,7 +167,7 @@ class Trainer:
         if watch is not None:
             watch()
         if math.isfinite(loss) and norm is not None:
-            with timed():
+            with timed(), after_autocast(self.device.type):  # it also clears the casts of the old weights
                 optimizer.step()
         return StepRecord(step=number, loss=finite(loss), gradient_norm=norm, block_norms=block_norms)
 
