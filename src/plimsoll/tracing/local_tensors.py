@@ -100,6 +100,12 @@ def densified(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.layout is torch.strided else tensor.to_dense()
 
 
+def as_reals(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor as a dense tensor of real numbers. A complex tensor gets a last dimension: real and imaginary part."""
+    dense = densified(tensor)
+    return torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense
+
+
 def parts_of_sparse(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Return the indices and values of a sparse tensor.
 

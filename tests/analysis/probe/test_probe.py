@@ -165,6 +165,32 @@ def test_under_autocast_each_step_and_evaluation_casts_the_present_weights():
     assert verdict.baseline.held_out_loss == verdict.plan.held_out_loss == held_out
 
 
+@pytest.mark.parametrize(
+    "dtypes", [(torch.float64,), (torch.bfloat16, torch.float64), (torch.complex64, torch.float32)]
+)
+def test_gradient_norms_and_comparisons_cover_double_precision_and_imaginary_parts(dtypes: tuple[torch.dtype, ...]):
+    model = nn.Module()
+    for index, dtype in enumerate(dtypes):
+        model.register_parameter(str(index), nn.Parameter(torch.ones(2, dtype=dtype)))
+    blocks = Blocks(model, ())
+
+    def put(value: complex) -> None:
+        for parameter in model.parameters():
+            values = torch.tensor([value, 0], dtype=torch.complex128)
+            parameter.grad = (values if parameter.is_complex() else values.real).to(parameter.dtype)
+
+    put(3 + 4j)
+    square = sum(25.0 if dtype.is_complex else 9.0 for dtype in dtypes)
+    norm, of_blocks = blocks.norms()
+    assert norm == pytest.approx(square**0.5, rel=1e-12)
+    assert of_blocks == pytest.approx((square**0.5,), rel=1e-12)
+    before = blocks.take_gradients()
+    put(3 - 4j)
+    found = blocks.compare(0, before)
+    product = sum(9.0 - 16.0 if dtype.is_complex else 9.0 for dtype in dtypes)
+    assert (found.products, found.baseline_squares, found.plan_squares) == ((product,), (square,), (square,))
+
+
 @pytest.mark.parametrize(("threads", "counts_waiting"), [(1, False), (2, True)])
 def test_seconds_on_several_threads_are_those_that_pass(threads: int, counts_waiting: bool):
     model = nn.Linear(2, 1)

@@ -17,7 +17,7 @@ from plimsoll.analysis.probe.evidence import GradientRecord, StepRecord
 from plimsoll.analysis.probe.stream import Call
 from plimsoll.artifacts.receipt import finite
 from plimsoll.errors import InvalidModel, InvalidProbe
-from plimsoll.tracing.local_tensors import densified
+from plimsoll.tracing.local_tensors import as_reals, densified
 from plimsoll.tracing.meters.memory import PeakMeter, storage_bytes
 from plimsoll.tracing.meters.timing import Marks
 from plimsoll.tracing.recorder.calling import Loss, after_autocast, output_tensors, own_loss, scalar_loss
@@ -56,11 +56,12 @@ class Blocks:
         """
         squares = []
         for parameters in self.members.values():
-            gradients = [densified(parameter.grad) for parameter in parameters if parameter.grad is not None]
+            gradients = [as_reals(parameter.grad) for parameter in parameters if parameter.grad is not None]
             if not gradients:
                 squares.append(torch.zeros((), dtype=torch.float64))
                 continue
-            norms = torch._foreach_norm(gradients, 2, torch.float32)
+            widest = functools.reduce(torch.promote_types, (each.dtype for each in gradients), torch.float32)
+            norms = torch._foreach_norm(gradients, 2, widest)
             squares.append(torch.stack([norm.double().square() for norm in norms]).sum())
         found = torch.stack([square.to(squares[0].device) for square in squares]).tolist()
         whole = math.sqrt(math.fsum(found)) if all(map(math.isfinite, found)) else math.nan
@@ -85,8 +86,8 @@ class Blocks:
         for parameters, theirs in zip(self.members.values(), baseline, strict=True):
             sums = [0.0, 0.0, 0.0]
             for parameter, other in zip(parameters, theirs, strict=True):
-                mine = None if parameter.grad is None else densified(parameter.grad).to("cpu", torch.float64).flatten()
-                one = None if other is None else other.double().flatten()
+                mine = None if parameter.grad is None else as_reals(parameter.grad).to("cpu", torch.float64).flatten()
+                one = None if other is None else as_reals(other).double().flatten()
                 sums[0] += 0.0 if mine is None or one is None else float(one @ mine)
                 sums[1] += 0.0 if one is None else float(one @ one)
                 sums[2] += 0.0 if mine is None else float(mine @ mine)
