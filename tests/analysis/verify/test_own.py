@@ -15,6 +15,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointFunction, CheckpointPolicy, create_selective_checkpoint_contexts
 
 import plimsoll
+from plimsoll.analysis.verify.intermediates import mismatches
 from plimsoll.analysis.verify.repeated_ops import RepeatedOps
 from plimsoll.artifacts.base import to_json
 from plimsoll.artifacts.fault import Cause
@@ -227,6 +228,41 @@ def test_an_intermediate_that_differs_is_named_with_its_distance():
     assert output.is_bit_equal
     assert not gradient.is_bit_equal
     assert gradient.max_relative_difference > 0.01
+
+
+def test_a_gradient_that_is_wrong_only_in_its_imaginary_part_is_found():
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(8, dtype=torch.complex64))
+
+        def forward(self, x):
+            return x * self.weight
+
+    turning = functools.partial(saved_tensors_hooks, lambda t: t, lambda t: t + 1j)
+    waves = torch.arange(1, 9).to(torch.complex64)
+    receipt = plimsoll.verify(Scaled(), waves, loss=lambda y: y.real.sum(), context=turning, steps=1)
+    assert receipt.verdict is ReceiptVerdict.GRADIENTS_DIFFER
+    (mismatch,) = receipt.gradient_mismatches
+    assert mismatch.max_absolute_difference == 1.0
+    assert mismatch.max_relative_difference == 1 / 8
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "apart"),
+    [
+        (torch.tensor([2**60, 0]), torch.tensor([2**60 + 7, 0]), 7.0),
+        (torch.tensor([-(2**62)]), torch.tensor([2**62 - 1]), 2.0**63),
+        (torch.tensor([True, False]), torch.tensor([False, False]), 1.0),
+        (torch.tensor([0, 255], dtype=torch.uint8), torch.tensor([255, 255], dtype=torch.uint8), 255.0),
+        (torch.tensor([2.0]).to_sparse(), torch.tensor([3.0]).to_sparse(), 1.0),
+        (torch.ones(2), torch.ones(2, dtype=torch.complex64), None),
+    ],
+)
+def test_a_difference_counts_every_digit(first: torch.Tensor, second: torch.Tensor, apart: float | None):
+    (mismatch,) = mismatches({"seen": first}, {"seen": second}, {})
+    assert mismatch.max_absolute_difference == apart
+    assert not mismatch.is_within_spread
 
 
 def test_gradients_that_reentrant_checkpointing_hides_are_left_out():

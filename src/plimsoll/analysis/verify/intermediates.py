@@ -15,6 +15,7 @@ from torch import nn
 
 from plimsoll.artifacts.receipt import Intermediate, Mismatch, finite
 from plimsoll.errors import InvalidRegions
+from plimsoll.tracing.local_tensors import as_reals
 from plimsoll.tracing.recorder.calling import output_tensors
 from plimsoll.tracing.recorder.storages import same_contents
 from plimsoll.tracing.torch_internals import current_graph_task, without_torch_function
@@ -59,14 +60,22 @@ def mismatches(
 def _difference(first: torch.Tensor | None, second: torch.Tensor | None) -> tuple[float | None, float | None]:
     """Return the largest absolute difference of two tensors, and its ratio to the largest magnitude in ``first``.
 
-    Either is ``None`` if it is not a finite number.
+    Either is ``None`` if it is not a finite number. Real and imaginary parts count as two numbers. The difference is 0 only if
+    all numbers are equal.
     """
-    if first is None or second is None or first.shape != second.shape:
+    if first is None or second is None or first.shape != second.shape or first.is_complex() != second.is_complex():
         return None, None
-    apart = (first.double() - second.double()).abs().max() if first.numel() else torch.tensor(0.0)
-    size = first.double().abs().max() if first.numel() else torch.tensor(0.0)
-    absolute = float(apart)
-    return finite(absolute), finite(absolute / float(size)) if float(size) else None
+    one, other = as_reals(first), as_reals(second)
+    if not one.numel():
+        return 0.0, None
+    if one.is_floating_point() or other.is_floating_point():
+        apart = one.double() - other.double()
+    else:  # a double does not hold all digits of a large integer, but it holds those of its halves
+        halves = [(each.long() >> 32, each.long() & 0xFFFFFFFF) for each in (one, other)]
+        high, low = (mine.double() - others.double() for mine, others in zip(*halves, strict=True))
+        apart = high * 2.0**32 + low
+    absolute, size = float(apart.abs().max()), float(one.double().abs().max())
+    return finite(absolute), finite(absolute / size) if size else None
 
 
 @contextlib.contextmanager
