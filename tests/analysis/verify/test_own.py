@@ -143,6 +143,25 @@ def test_a_slope_in_low_precision_is_not_conclusive():
     assert receipt.verdict is ReceiptVerdict.VERIFIED
 
 
+def test_the_slope_of_complex_parameters_counts_imaginary_parts():
+    class Filter(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(32, 32, dtype=torch.complex64) / 8)
+
+        def filtered(self, x):
+            return torch.fft.ifft(torch.fft.fft(x) @ self.weight).real.tanh()
+
+        def forward(self, x):
+            return torch.utils.checkpoint.checkpoint(self.filtered, x, use_reentrant=False)
+
+    receipt = plimsoll.verify(*seeded(Filter), loss=mean_square, steps=1)
+    assert receipt.verdict is ReceiptVerdict.VERIFIED
+    assert receipt.slope.is_conclusive
+    assert not receipt.slope.disagrees
+    assert receipt.notes == ()
+
+
 def test_every_step_runs_in_a_context_of_its_own():
     alive, made = [], []
 

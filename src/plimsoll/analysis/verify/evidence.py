@@ -37,6 +37,7 @@ from plimsoll.session.step_snapshot import KeptContents
 from plimsoll.session.task import TrainingTask
 from plimsoll.session.training_step import TrainingStep, copies, relative_error
 from plimsoll.tracing.compiled.units import Unit, in_place
+from plimsoll.tracing.local_tensors import as_reals
 from plimsoll.tracing.meters.timing import Timing, time_in_turns
 from plimsoll.tracing.recorder.calling import Loss
 
@@ -458,7 +459,8 @@ def measure_slope(step: TrainingStep, gradients: Mapping[str, torch.Tensor | Non
         step: the training step. Its forward runs five times, and its parameters are restored bit for bit.
         gradients: a mapping from parameter name to gradient, each in its parameter's shape.
     """
-    norm = math.sqrt(sum(float(g.detach().double().square().sum()) for g in gradients.values() if g is not None))
+    present = (as_reals(gradient.detach()) for gradient in gradients.values() if gradient is not None)
+    norm = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in present))
     if not math.isfinite(norm) or norm == 0.0:
         return None
     scale = max(abs(step.forward_loss()), 1e-12) / norm
