@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,17 @@ def make_batches(count: int = 40, *, rows: int = 64) -> list[dict[str, torch.Ten
     direction = torch.randn(WIDTH, generator=random)
     xs = [torch.randn(rows, WIDTH, generator=random) for _ in range(count)]
     return [{"x": x, "y": torch.tanh(x @ direction / 4)} for x in xs]
+
+
+def stop_at(step: int, *, turn: int = 2) -> Callable[[str, float], None]:
+    """Interrupt as Ctrl-C does when an arm has taken this step: the baseline's turn is the first, the plan's the second."""
+    turns = itertools.count(1)
+
+    def report(stage: str, share: float) -> None:
+        if stage.startswith(f"step {step} of") and next(turns) == turn:
+            raise KeyboardInterrupt
+
+    return report
 
 
 @functools.cache

@@ -9,7 +9,7 @@ import math
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -20,13 +20,14 @@ from torch.utils.checkpoint import checkpoint
 
 import plimsoll
 import zoo
-from analysis.probe.sample_job import make_batches, make_model, make_plan, read_log
+from analysis.probe.sample_job import make_batches, make_model, make_plan, read_log, stop_at
 from plimsoll.analysis.probe.step import Blocks, Trainer
 from plimsoll.analysis.probe.stream import Call
 from plimsoll.artifacts.base import to_json
 from plimsoll.artifacts.store import from_json
 from plimsoll.artifacts.verdict import WHOLE_MODEL, Outcome, Ruling
 from plimsoll.ui.demo.story import VOCABULARY, Batches, read_corpus
+from unchanged import unchanged
 
 ROOT = Path(__file__).parents[3]
 
@@ -244,3 +245,101 @@ def test_the_rules_need_no_torch():
     script = "import sys, plimsoll.analysis.probe.rules; print('torch' in sys.modules)"
     found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
     assert found.strip() == "False"
+
+
+class Registering(nn.Module):
+    """Registers one buffer in its first forward, and enlarges another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(8, 8)
+        self.register_buffer("scales", torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not hasattr(self, "calls"):
+            self.register_buffer("calls", torch.zeros(()))
+        if len(self.scales) < len(x):
+            self.scales = torch.arange(1.0, len(x) + 1)
+        self.calls += 1
+        return nn.functional.gelu(self.line(x) * self.scales[: len(x), None] / self.calls)
+
+
+class Hidden(nn.Module):
+    """Holds state that is not a buffer: a counter, a generator and an average."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(8, 8)
+        self.calls = 0
+        self.noise = torch.Generator().manual_seed(0)
+        self.average = [torch.zeros(8)]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.average[0].lerp_(x.detach().mean(0), 0.5)
+        noise = torch.rand(x.shape, generator=self.noise)
+        return nn.functional.gelu(self.line(x) - self.average[0]) / (1 + self.calls) + 0.1 * noise
+
+
+class Clipped(nn.Module):
+    """Writes its weight in forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.line.weight.mul_(0.7)
+        return nn.functional.gelu(self.line(x))
+
+
+class CountingLoss:
+    """A loss with state of its own."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, output: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return output.square().mean() * self.calls
+
+
+@pytest.mark.filterwarnings("ignore:plimsoll. a call of region")
+@pytest.mark.parametrize("kind", [Registering, Hidden, Clipped])
+def test_both_arms_begin_a_chunk_with_the_same_state_and_comparisons_change_none(kind: type[nn.Module], tmp_path: Path):
+    torch.manual_seed(0)
+    model, batches = nn.Sequential(kind(), kind()), [torch.randn(4, 8) for _ in range(6)]
+    plan = plimsoll.plan(model, batches[0], loss=CountingLoss(), strategy="full")
+    loss = CountingLoss()
+
+    def probe(run: Path, progress: Callable[[str, float], None] | None = None) -> plimsoll.Verdict:
+        return plimsoll.probe(model, batches, plan, steps=9, chunk_steps=3, loss=loss, run=run, progress=progress)
+
+    with unchanged(model):
+        verdict = probe(tmp_path / "whole")
+        with pytest.raises(KeyboardInterrupt):
+            probe(tmp_path / "resumed", stop_at(5))
+        resumed = probe(tmp_path / "resumed")
+    assert loss.calls == 0
+    assert verdict.ruling is Ruling.IDENTICAL
+    assert verdict.gradients[0].largest_error == 0
+    assert resumed.curves == verdict.curves
+
+
+@pytest.mark.filterwarnings("ignore:plimsoll. a call of region")
+@pytest.mark.parametrize("kind", [Registering, Hidden, Clipped])
+def test_in_one_chunk_a_model_with_state_trains_as_in_an_ordinary_loop(kind: type[nn.Module]):
+    torch.manual_seed(0)
+    model, batches = nn.Sequential(kind(), kind()), [torch.randn(4, 8) for _ in range(5)]
+    plan = plimsoll.plan(model, batches[0], loss=CountingLoss(), strategy="full")
+    sgd = functools.partial(torch.optim.SGD, lr=0.1)
+    verdict = plimsoll.probe(model, batches, plan, steps=5, loss=CountingLoss(), optimizer=sgd, held_out=0)
+    optimizer, loss, expected = sgd(model.parameters()), CountingLoss(), []
+    for batch in batches:
+        optimizer.zero_grad()
+        value = loss(model(batch))
+        value.backward()
+        optimizer.step()
+        expected.append(float(value.detach()))
+    assert verdict.curves.baseline_losses == verdict.curves.plan_losses == tuple(expected)

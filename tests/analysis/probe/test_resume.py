@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,7 @@ import pytest
 import torch
 
 import plimsoll
-from analysis.probe.sample_job import WIDTH, make_batches, make_model, make_plan, read_log
+from analysis.probe.sample_job import WIDTH, make_batches, make_model, make_plan, read_log, stop_at
 from plimsoll.artifacts.verdict import Verdict
 from plimsoll.errors import InvalidOption, PlanMismatch, ProbeRunMismatch, ProbeRunUnusable
 from unchanged import unchanged
@@ -32,17 +30,6 @@ def probe(run: Path | None, **changes: object) -> Verdict:
         changes["model"] = make_model()
     given = {"batches": make_batches(), "plan": make_plan(), "run": run, "early": False}
     return plimsoll.probe(**(given | {"steps": STEPS, "chunk_steps": CHUNK, "held_out": 4} | changes))
-
-
-def stop_at(step: int, *, turn: int = 2) -> Callable[[str, float], None]:
-    """Interrupt as Ctrl-C does when an arm has taken this step: the baseline's turn is the first, the plan's the second."""
-    turns = itertools.count(1)
-
-    def report(stage: str, share: float) -> None:
-        if stage.startswith(f"step {step} of") and next(turns) == turn:
-            raise KeyboardInterrupt
-
-    return report
 
 
 def without_clock(verdict: Verdict) -> Verdict:

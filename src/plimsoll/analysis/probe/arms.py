@@ -2,7 +2,8 @@
 
 After every chunk, the arm's state is written to the run directory and the other arm's state is read. So only one arm's state is
 in memory at a time, and an interrupted run continues after its last whole chunk. The result of a chunk depends only on the
-state at its start, the batches and the seed. So an interrupted run gives the same numbers as an uninterrupted run.
+state at its start, the batches and the seed. So an interrupted run gives the same numbers as an uninterrupted run. State that
+cannot be stored, such as a counter in an attribute of the model or of the loss, begins anew in each chunk.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 from plimsoll.analysis.probe.evidence import ARMS, BASELINE, PLAN, ArmLog, HeldOutRecord, StepRecord
 from plimsoll.analysis.probe.keeping import (
     ArmState,
+    ModuleState,
     RunDirectory,
     Weights,
     put_weights,
@@ -32,7 +34,15 @@ from plimsoll.artifacts.progress import Progress
 from plimsoll.engine.apply import Handle
 from plimsoll.errors import ProbeRunMismatch
 from plimsoll.session.manage import manage
-from plimsoll.tracing.recorder.untouched import KeptState, RandomState
+from plimsoll.tracing.local_tensors import dense_parts
+from plimsoll.tracing.recorder.calling import unwrapped
+from plimsoll.tracing.recorder.untouched import (
+    KeptState,
+    KeptTensors,
+    RandomState,
+    arguments_kept,
+    side_effects_kept,
+)
 
 _COMPARED = 1
 """The position, within a chunk of training steps, of the step that compares gradients. Plimsoll records ops in the step
@@ -69,6 +79,7 @@ class Arms:
     def __init__(self, job: Job, original: Weights) -> None:
         self._job = job
         self._original = original
+        self._state = ModuleState(job.trainer.model)
         self._logs = {arm: ArmLog() for arm in ARMS}
         self._checksums: dict[tuple[str, int], int] = {}
         for arm in ARMS:
@@ -129,6 +140,15 @@ class Arms:
                 )
 
     def _run_chunk(self, arm: str, start: int, calls: Sequence[Call]) -> None:
+        """Run one chunk of one arm, and save the arm's state. Objects in the batches and in the loss are restored."""
+        given = (
+            [(call.args, call.kwargs) for call in (*calls, *self._job.held_out)],
+            unwrapped(self._job.trainer.loss),
+        )
+        with arguments_kept(given):
+            self._run_steps(arm, start, calls)
+
+    def _run_steps(self, arm: str, start: int, calls: Sequence[Call]) -> None:
         job = self._job
         model = job.trainer.model
         optimizer = self._enter(arm)
@@ -194,16 +214,23 @@ class Arms:
         return record if offset else msgspec.structs.replace(record, seconds=None)
 
     def _reference(self, call: Call, managed: Handle) -> list[list[torch.Tensor | None]]:
-        """Return the gradients of one step without the plan, to compare the plan's gradients with. Parameters are not changed.
+        """Return the gradients of one step without the plan, to compare the plan's gradients with.
 
-        The model's state and the random state are restored afterwards.
+        The model's state, parameters that its forward writes, objects in the batch and in the loss, and the random state are
+        restored afterwards.
         """
         trainer = self._job.trainer
         random, state = RandomState(), KeptState(trainer.model)
-        with managed.paused():
+        named = dict(trainer.model.named_parameters())
+        written = KeptTensors(
+            part for name in self._job.plan.written if name in named for part in dense_parts(named[name])
+        )
+        state.lend_iterators()
+        with managed.paused(), side_effects_kept((call.args, call.kwargs), trainer.loss):
             trainer.backward(trainer.own(call))
-        gradients = self._job.trainer.blocks.take_gradients()
+        gradients = trainer.blocks.take_gradients()
         state.put_back()
+        written.put_back()
         random.put_back()
         return gradients
 
@@ -211,6 +238,7 @@ class Arms:
         """Load the weights of one training run (without or with the plan) into the model, and return that run's optimizer."""
         model = self._job.trainer.model
         state = self._job.directory.load(arm) if self._steps_of(arm) else None
+        self._state.put_back()
         put_weights(model, state or self._original)
         optimizer = self._job.make_optimizer([p for p in model.parameters() if p.requires_grad])
         if state is not None:

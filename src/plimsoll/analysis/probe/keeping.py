@@ -26,7 +26,7 @@ from plimsoll.artifacts.store import from_json
 from plimsoll.artifacts.verdict import Verdict
 from plimsoll.errors import ProbeRunMismatch, ProbeRunUnusable
 from plimsoll.tracing.local_tensors import dense_parts
-from plimsoll.tracing.recorder.untouched import RandomState, untouched
+from plimsoll.tracing.recorder.untouched import KeptState, RandomState, untouched
 from plimsoll.tracing.torch_internals import preserving_versions
 from plimsoll.units import MIB
 
@@ -58,31 +58,46 @@ def own_randomness() -> Iterator[None]:
 class Weights(msgspec.Struct, kw_only=True):
     """Data: copies, on the host, of a model's parameters and buffers.
 
-    Of a sharded parameter, only this rank's shard is copied.
+    Of a sharded parameter, only this rank's shard is copied. Buffers are stored by name, because a forward may register some.
     """
 
     parameters: list[torch.Tensor]
-    buffers: list[torch.Tensor]
+    buffers: dict[str, torch.Tensor]
 
 
 def take_weights(model: nn.Module) -> Weights:
     """Return copies of all parameters and buffers of a model; the copies are on the host."""
     return Weights(
         parameters=[parameter.detach().to("cpu", copy=True) for parameter in _parameters(model)],
-        buffers=[buffer.detach().to("cpu", copy=True) for buffer in model.buffers()],
+        buffers={name: buffer.detach().to("cpu", copy=True) for name, buffer in model.named_buffers()},
     )
 
 
-def put_weights(model: nn.Module, weights: Weights, parameters: Sequence[torch.Tensor] | None = None) -> None:
+def put_weights(model: nn.Module, weights: Weights) -> None:
     """Write saved weights into the model's own tensors, in place.
 
-    ``parameters`` are the tensors to write to, if the model may have replaced its own since the weights were taken.
+    A buffer that the model does not have, or has in another shape, becomes a new tensor: a forward may register or enlarge it.
     """
+    _put_parameters(_parameters(model), weights)
+    device = next(model.parameters()).device
+    modules = dict(model.named_modules())
     with torch.no_grad():
-        for parameter, value in zip(parameters or _parameters(model), weights.parameters, strict=True):
+        for name, value in weights.buffers.items():
+            path, _, own_name = name.rpartition(".")
+            if path not in modules:  # made by a forward, which makes it again
+                continue
+            buffers = modules[path]._buffers
+            buffer = buffers.get(own_name)
+            if buffer is not None and (buffer.shape, buffer.dtype) == (value.shape, value.dtype):
+                buffer.copy_(value)
+            else:
+                buffers[own_name] = value.to(device if buffer is None else buffer.device, copy=True)
+
+
+def _put_parameters(parameters: Sequence[torch.Tensor], weights: Weights) -> None:
+    with torch.no_grad():
+        for parameter, value in zip(parameters, weights.parameters, strict=True):
             parameter.copy_(value)
-        for buffer, value in zip(model.buffers(), weights.buffers, strict=True):
-            buffer.copy_(value)
 
 
 @contextlib.contextmanager
@@ -99,7 +114,7 @@ def trainable_copy(model: nn.Module) -> Iterator[Weights]:
         try:
             yield original
         finally:
-            put_weights(model, original, parameters)
+            _put_parameters(parameters, original)  # `untouched` restores the buffers
 
 
 def _parameters(model: nn.Module) -> list[torch.Tensor]:
@@ -115,6 +130,22 @@ class ArmState(Weights, kw_only=True):
     optimizer: dict[str, Any]
     log: ArmLog
     data_checksum: int
+
+
+class ModuleState:
+    """Remembers a model's attributes, generators, parts and buffers, and restores them at the start of each chunk.
+
+    The stored state of an arm contains only weights and buffers. A chunk must depend only on its arm's stored state, so all
+    other state begins anew. Copies of tensors are on the host.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._kept = KeptState(model, lambda tensor: tensor.to("cpu", copy=True))
+
+    def put_back(self) -> None:
+        """Restore the state. Iterators that the model holds are copied first, so that steps do not advance the originals."""
+        self._kept.put_back()
+        self._kept.lend_iterators()
 
 
 class RunDirectory:

@@ -80,7 +80,8 @@ def probe(
         seed: the seed of everything random, such as the order of batches and the dropout masks.
         run: a directory that stores the run. After an interruption, the same call continues there and returns the result of
             an uninterrupted run. By default a temporary directory.
-        chunk_steps: steps that one arm takes before the other arm continues.
+        chunk_steps: steps that one arm takes before the other arm continues. State of the model or the loss that is neither a
+            parameter nor a buffer, such as a counter in an attribute, begins anew in each chunk.
         early: whether to stop as soon as the answer is clear.
         data: a description of the batches, for the verdict.
         progress: a function that is called with a text that shows the losses of both arms, and the share of the work that is

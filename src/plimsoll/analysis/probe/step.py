@@ -105,7 +105,7 @@ class Trainer:
     def __init__(self, model: nn.Module, loss: Loss | None, blocks: Blocks) -> None:
         self.model = model
         self.device = next(model.parameters()).device
-        self._loss = loss
+        self.loss = loss
         self.blocks = blocks
 
     def backward(self, call: Call) -> float:
@@ -115,7 +115,7 @@ class Trainer:
         # The caller's autocast stays on for the whole probe. Without this, each step would use the first step's cast weights.
         torch.clear_autocast_cache()
         output = self.model(*call.args, **call.kwargs)
-        loss = scalar_loss(output, self._loss)
+        loss = scalar_loss(output, self.loss)
         with after_autocast(self.device.type), foreign_leaves_kept(self.model, loss):
             loss.backward()
         return float(loss.detach())
@@ -185,8 +185,8 @@ class Trainer:
 
     def _evaluated(self, call: Call) -> float:
         output = self.model(*call.args, **call.kwargs)
-        if self._loss is not None:
-            return float(self._loss(output))
+        if self.loss is not None:
+            return float(self.loss(output))
         own = own_loss(output)
         return float(output if own is None else own)
 

@@ -218,7 +218,7 @@ def checksum(call: Call, start: int = 0) -> int:
     code = start
     for leaf in tree_leaves((call.args, {name: call.kwargs[name] for name in sorted(call.kwargs)})):
         if isinstance(leaf, torch.Tensor):
-            for part in dense_parts(leaf.detach()):  # a sparse tensor has no memory of its own to read
+            for part in dense_parts(leaf.detach()):  # of a sparse tensor, its indices and its values
                 flat = part.to("cpu").resolve_conj().resolve_neg().contiguous().reshape(-1)
                 code = zlib.crc32(flat.view(torch.uint8).numpy().data, code)
         else:

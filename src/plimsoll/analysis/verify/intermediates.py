@@ -70,7 +70,7 @@ def _difference(first: torch.Tensor | None, second: torch.Tensor | None) -> tupl
         return 0.0, None
     if one.is_floating_point() or other.is_floating_point():
         apart = one.double() - other.double()
-    else:  # a double does not hold all digits of a large integer, but it holds those of its halves
+    else:  # a double cannot hold all 64 bits of an integer, but it can hold 32
         halves = [(each.long() >> 32, each.long() & 0xFFFFFFFF) for each in (one, other)]
         high, low = (mine.double() - others.double() for mine, others in zip(*halves, strict=True))
         apart = high * 2.0**32 + low
