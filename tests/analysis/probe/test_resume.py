@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import subprocess
@@ -11,13 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 
 import plimsoll
 from analysis.probe.sample_job import WIDTH, make_batches, make_model, make_plan, read_log, stop_at
 from plimsoll.artifacts.verdict import Verdict
-from plimsoll.errors import InvalidOption, PlanMismatch, ProbeRunMismatch, ProbeRunUnusable
+from plimsoll.errors import InvalidOption, InvalidProbe, PlanMismatch, ProbeRunMismatch, ProbeRunUnusable
+from steps import mean_square
 from unchanged import unchanged
 
 STEPS, CHUNK = 18, 6
@@ -192,6 +195,52 @@ def test_an_error_in_training_leaves_the_model_alone():
     batches[7] = {"x": torch.randn(64, WIDTH + 1), "y": torch.randn(64)}
     with unchanged(model), pytest.raises(RuntimeError):
         probe(None, model=model, batches=batches, plan=plan)
+
+
+class Averaging(torch.optim.SGD):
+    """Keeps averages of gradients in float32, whatever the dtype of the parameters."""
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            average = self.state[parameter].setdefault("average", torch.zeros_like(parameter, dtype=torch.float32))
+            average.lerp_(parameter.grad.float(), 0.1)
+            parameter.sub_(average, alpha=self.param_groups[0]["lr"])
+
+
+def test_optimizer_state_keeps_its_dtype_from_chunk_to_chunk():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*[torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU()) for _ in range(2)])
+    model, batches = model.bfloat16(), [torch.randn(4, 8).bfloat16() for _ in range(8)]
+    plan = plimsoll.plan(model, batches[0], loss=mean_square, strategy="full")
+    losses = {
+        plimsoll.probe(
+            model,
+            batches,
+            plan,
+            steps=8,
+            chunk_steps=chunk_steps,
+            loss=mean_square,
+            optimizer=functools.partial(Averaging, lr=1.0),
+        ).curves.baseline_losses
+        for chunk_steps in (2, 8)
+    }
+    assert len(losses) == 1
+
+
+def test_numbers_of_numpy_in_an_optimizer_are_stored_and_what_cannot_be_is_named(tmp_path: Path):
+    rate = np.logspace(-3, -2, 3)[0]
+    verdict = probe(tmp_path / "run", optimizer=functools.partial(torch.optim.SGD, lr=rate))
+    assert verdict.steps == STEPS
+
+    class Scheduled(torch.optim.SGD):
+        def __init__(self, parameters: Any) -> None:
+            super().__init__(parameters, lr=0.1)
+            self.param_groups[0]["schedule"] = Path("rates.csv")
+
+    with pytest.raises(InvalidProbe) as caught:
+        probe(tmp_path / "other", optimizer=Scheduled)
+    assert "['param_groups'][0]['schedule']" in caught.value.found
 
 
 @pytest.mark.parametrize(

@@ -22,8 +22,10 @@ from plimsoll.analysis.probe.keeping import (
     ModuleState,
     RunDirectory,
     Weights,
+    put_optimizer,
     put_weights,
     seed_everything,
+    take_optimizer,
     take_weights,
 )
 from plimsoll.analysis.probe.rules import ProbeSettings
@@ -171,7 +173,7 @@ class Arms:
         )
         state = ArmState(
             **msgspec.structs.asdict(take_weights(model)),
-            optimizer=optimizer.state_dict(),
+            optimizer=take_optimizer(optimizer),
             log=log,
             data_checksum=job.stream.checksum,
         )
@@ -242,7 +244,7 @@ class Arms:
         put_weights(model, state or self._original)
         optimizer = self._job.make_optimizer([p for p in model.parameters() if p.requires_grad])
         if state is not None:
-            optimizer.load_state_dict(state.optimizer)
+            put_optimizer(optimizer, state.optimizer)
         return optimizer
 
     def _show(self, arm: str, fresh: ArmLog) -> None:

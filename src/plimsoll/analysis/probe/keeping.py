@@ -12,19 +12,20 @@ import os
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 import msgspec
 import numpy as np
 import torch
 from torch import nn
+from torch.utils._pytree import KeyPath, keystr, tree_map_with_path
 
 from plimsoll.analysis.probe.evidence import BASELINE, PLAN, ArmLog
 from plimsoll.artifacts.base import to_json
 from plimsoll.artifacts.files import FileRefused, ReadLimits, read_file, whole_file
 from plimsoll.artifacts.store import from_json
 from plimsoll.artifacts.verdict import Verdict
-from plimsoll.errors import ProbeRunMismatch, ProbeRunUnusable
+from plimsoll.errors import InvalidProbe, ProbeRunMismatch, ProbeRunUnusable
 from plimsoll.tracing.local_tensors import dense_parts
 from plimsoll.tracing.recorder.untouched import KeptState, RandomState, untouched
 from plimsoll.tracing.torch_internals import preserving_versions
@@ -130,6 +131,40 @@ class ArmState(Weights, kw_only=True):
     optimizer: dict[str, Any]
     log: ArmLog
     data_checksum: int
+
+
+def take_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return an optimizer's state and settings as tensors, numbers, texts and containers of these, which a run directory holds.
+
+    Raises:
+        InvalidProbe: the optimizer holds an object of another type.
+    """
+
+    def stored(path: KeyPath, value: Any) -> Any:
+        if isinstance(value, np.generic):  # a learning rate from numpy
+            value = value.item()
+        if value is None or isinstance(value, torch.Tensor | bool | int | float | complex | str):
+            return value
+        raise InvalidProbe(
+            f"The optimizer {type(optimizer).__name__} holds a {type(value).__name__}, which a probe cannot store: "
+            f"state_dict(){keystr(path)}.",
+            why="an arm's state is written to files, which hold only tensors, numbers and texts: reading them runs no code",
+            next="pass an optimizer whose state and settings are tensors, numbers and texts",
+        )
+
+    return cast("dict[str, Any]", tree_map_with_path(stored, optimizer.state_dict()))
+
+
+def put_optimizer(optimizer: torch.optim.Optimizer, held: dict[str, Any]) -> None:
+    """Give an optimizer the state and the settings that ``take_optimizer`` returned, each tensor in its own dtype."""
+    optimizer.load_state_dict(held)
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for index, saved in held["state"].items():
+        # `load_state_dict` converts state to the dtype of its parameter: float32 averages of bfloat16 parameters lose bits.
+        state = optimizer.state[parameters[index]]
+        for key, value in saved.items():
+            if isinstance(value, torch.Tensor) and value.dtype is not state[key].dtype:
+                state[key] = value.to(state[key].device)
 
 
 class ModuleState:
