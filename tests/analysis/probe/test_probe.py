@@ -228,6 +228,17 @@ def test_a_target_that_diverges_is_told_from_a_plan_that_does():
     assert from_json(to_json(verdict)) == verdict
 
 
+def test_a_target_loss_is_not_reached_if_the_baseline_diverges_before_the_plan_takes_a_step():
+    batches = make_batches()
+    batches[3] = {"x": batches[3]["x"] * math.inf, "y": batches[3]["y"]}
+    verdict = plimsoll.probe(make_model(), batches, make_plan(), steps=10, chunk_steps=5, target_loss=0.0)
+    assert verdict.ruling is Ruling.BASELINE_DIVERGED
+    assert verdict.baseline.steps_to_target is None
+    assert verdict.plan.steps_to_target is None
+    assert verdict.window == 1
+    assert verdict.baseline.final_loss == verdict.curves.baseline_losses[2]
+
+
 def test_a_verdict_reads_well_and_comes_back_from_json():
     verdict = plimsoll.probe(make_model(), make_batches(), make_plan(), steps=20, chunk_steps=5, early=False)
     text = str(verdict)

@@ -368,8 +368,11 @@ def _delay(evidence: ProbeEvidence, settings: ProbeSettings) -> tuple[Rule, Inte
 
 
 def window_of(steps: int) -> int:
-    """Return the number of steps over which losses are averaged: a fifth of the run, but at least 16 if the run has as many."""
-    return min(steps, max(statistics.LEAST_STEPS, steps // 5))
+    """Return the number of steps over which losses are averaged: a fifth of the run, but at least 16 if the run has as many.
+
+    It is at least 1, also if the baseline diverged before the plan's arm took a step.
+    """
+    return min(max(steps, 1), max(statistics.LEAST_STEPS, steps // 5))
 
 
 def _held_out(evidence: ProbeEvidence, settings: ProbeSettings) -> tuple[Rule, IntervalEstimate | None]:
