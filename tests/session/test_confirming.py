@@ -149,11 +149,12 @@ def test_a_plan_made_on_the_device_needs_no_confirmation(wrong):
     assert not needs_confirmation(receipt.revised_plan)
 
 
-def test_a_plan_for_a_gpus_kernels_is_refused_on_a_cpu():
+@pytest.mark.parametrize("verb", [plimsoll.verify, plimsoll.probe, plimsoll.diagnose])
+def test_a_plan_for_a_gpus_kernels_is_refused_on_a_cpu(verb: Callable[..., object]):
     model, batch, loss = stack()
     made = elsewhere((model, batch, loss), device_profile="H100-SXM")
     with pytest.raises(PlanMismatch, match="H100-SXM") as caught:
-        plimsoll.verify(model, batch, made, loss=loss)
+        verb(model, batch, made, loss=loss)
     assert "save other tensors" in caught.value.why
 
 

@@ -167,5 +167,5 @@ def refuse_other_device(model: nn.Module, plan: Plan) -> None:
         raise PlanMismatch(
             f"This plan was made for {plan.device}; the model is on {here}.",
             why=_OTHER_KERNELS,
-            next=f"verify it on {plan.device}, or plan for this device: leave device_profile= (--device-profile) out",
+            next=f"use it on {plan.device}, or plan for this device: leave device_profile= (--device-profile) out",
         )

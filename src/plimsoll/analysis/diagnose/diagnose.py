@@ -27,6 +27,7 @@ from plimsoll.session.manage import (
     check_plan,
     manage,
     refuse_optimizer_decisions,
+    refuse_other_device,
     refuse_other_model,
     refuse_other_signature,
 )
@@ -107,7 +108,7 @@ def diagnose(
         InvalidOption: an option was passed together with traces, where it does not have an effect; or ``steps`` is not a
             count.
         InvalidModel: a plan is already applied to the model, or the model is on the meta device.
-        PlanMismatch: the plan was made for another model or batch.
+        PlanMismatch: the plan was made for another model, batch or kind of device.
         TracingFailed: a profiler is already running.
         PlanFileError: the traces cannot be written to ``keep_traces``.
 
@@ -198,6 +199,7 @@ def _of_model(
     refuse_optimizer_decisions(plan, "diagnose")
     task = read_measurable(model, batch, loss, None, compile=compiled_by(plan, model))
     refuse_other_model(model, plan)
+    refuse_other_device(model, plan)
     check_devices(model, *task.call())
     refuse_other_signature(task.signature(), plan)
     with _folder(keep_traces) as folder, untouched(model, plan.written), task.compiled():

@@ -29,7 +29,13 @@ from plimsoll.artifacts.progress import Progress, silent
 from plimsoll.artifacts.receipt import finite
 from plimsoll.artifacts.verdict import ArmSummary, Curves, Ruling, Verdict
 from plimsoll.errors import InvalidProbe, PlanNotUsable
-from plimsoll.session.manage import check_plan, refuse_optimizer_decisions, refuse_other_model, refuse_other_signature
+from plimsoll.session.manage import (
+    check_plan,
+    refuse_optimizer_decisions,
+    refuse_other_device,
+    refuse_other_model,
+    refuse_other_signature,
+)
 from plimsoll.session.rendezvous.world import refuse_several_ranks
 from plimsoll.session.task import check_model, explained_loss, refuse_profiler
 from plimsoll.tracing.recorder.calling import Loss, count_items
@@ -96,7 +102,7 @@ def probe(
         InvalidProbe: ``batches`` is empty or too short to hold some out, or the target loss is not finite.
         ProbeRunMismatch: the run directory belongs to another probe, or the data has changed.
         ProbeRunUnusable: the run directory cannot be read or written.
-        PlanMismatch: the plan was made for another model or step.
+        PlanMismatch: the plan was made for another model, step or kind of device.
         PlanNotUsable: the plan cannot be applied; its status says why.
 
     Example:
@@ -118,6 +124,7 @@ def probe(
     check_plan(plan)
     refuse_optimizer_decisions(plan, "probe")
     refuse_other_model(model, plan)
+    refuse_other_device(model, plan)
     refuse_profiler(model)
     if not plan.status.is_usable:
         raise PlanNotUsable(
