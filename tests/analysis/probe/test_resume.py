@@ -18,6 +18,7 @@ import torch
 
 import plimsoll
 from analysis.probe.sample_job import WIDTH, make_batches, make_model, make_plan, read_log, stop_at
+from plimsoll.artifacts.tile import Tile
 from plimsoll.artifacts.verdict import Verdict
 from plimsoll.errors import InvalidOption, InvalidProbe, PlanMismatch, ProbeRunMismatch, ProbeRunUnusable
 from steps import mean_square
@@ -131,6 +132,8 @@ def test_a_finished_run_gives_its_verdict_without_a_step(whole: tuple[Path, Verd
         ({"seed": 5}, "settings"),
         ({"held_out": 5}, "held-out data"),
         ({"optimizer": torch.optim.SGD}, "optimizer"),
+        ({"optimizer": functools.partial(torch.optim.AdamW, amsgrad=True)}, "optimizer"),
+        ({"optimizer": lambda given: torch.optim.AdamW([{"params": [each]} for each in given])}, "optimizer"),
     ],
 )
 def test_another_probe_is_refused_with_what_differs(changes: dict[str, object], part: str, whole: tuple[Path, Verdict]):
@@ -144,7 +147,14 @@ def test_other_weights_and_plans_are_other_probes(whole: tuple[Path, Verdict]):
     model = make_model()
     with torch.no_grad():
         model.head.bias.add_(1.0)
-    for changes, named in (({"plan": make_plan("full")}, "not full"), ({"model": model}, "weights")):
+    tiled = msgspec.structs.replace(
+        make_plan(), tiles=(Tile(path="head", count=2, rows=64, inputs={"0": 0}, outputs=(0,)),)
+    )
+    for changes, named in (
+        ({"plan": make_plan("full")}, "not full"),
+        ({"plan": tiled}, "not int8"),
+        ({"model": model}, "weights"),
+    ):
         with pytest.raises(ProbeRunMismatch, match=named):
             probe(whole[0], **changes)
 

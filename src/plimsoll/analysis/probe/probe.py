@@ -21,7 +21,15 @@ from plimsoll.analysis.probe.evidence import BASELINE, PLAN, ArmLog, ProbeEviden
 from plimsoll.analysis.probe.keeping import RunDirectory, trainable_copy
 from plimsoll.analysis.probe.rules import Findings, ProbeSettings, judge, stop_here, window_of
 from plimsoll.analysis.probe.statistics import first_step_at
-from plimsoll.analysis.probe.step import Blocks, MakeOptimizer, Trainer, check_trainable, describe_optimizer
+from plimsoll.analysis.probe.step import (
+    Blocks,
+    MakeOptimizer,
+    Trainer,
+    check_trainable,
+    describe_optimizer,
+    make_one,
+    optimizer_settings,
+)
 from plimsoll.analysis.probe.stream import Call, Stream, checksum, read_data
 from plimsoll.analysis.verify.evidence import versions
 from plimsoll.artifacts.plan import Plan
@@ -178,6 +186,7 @@ class _About:
 
     signature: str
     optimizer: str
+    optimizer_settings: tuple[str, ...]
     data: str
     items: str
     items_per_step: int
@@ -197,6 +206,7 @@ def _about(
     found = signature(model, first.args, first.kwargs, loss=loss)
     refuse_other_signature(found, plan)
     items_per_step, items = count_items(first.args, first.kwargs)
+    made = make_one(model, optimizer)
     notes: tuple[str, ...] = ()
     if stream.is_fixed and not held_out:
         notes = (
@@ -209,7 +219,8 @@ def _about(
         )
     return _About(
         signature=found,
-        optimizer=describe_optimizer(model, optimizer),
+        optimizer=describe_optimizer(made),
+        optimizer_settings=optimizer_settings(made),
         data=data or stream.description,
         items=items,
         items_per_step=items_per_step,
@@ -236,14 +247,19 @@ def _identity(job: Job, about: _About) -> dict[str, str]:
     return {
         "model": fingerprint(model),
         "weights": f"{weights:08x}",
-        "plan": f"{plan.strategy} {zlib.crc32(repr((decided, plan.link)).encode()):08x}",
+        "plan": f"{plan.strategy} {_code((decided, plan.link, plan.in_flight, plan.tiles, plan.compiled, plan.max_error))}",
         "step": about.signature,
         "settings": msgspec.json.encode(job.settings).decode(),
-        "optimizer": about.optimizer,
+        "optimizer": f"{about.optimizer} {_code(about.optimizer_settings)}",
         "held-out data": f"{len(job.held_out)} batches {held_out_code:08x}",
         "device": str(job.trainer.device),
         "torch": str(torch.__version__),
     }
+
+
+def _code(decided: object) -> str:
+    """Return a checksum of an object's text, as text."""
+    return f"{zlib.crc32(repr(decided).encode()):08x}"
 
 
 def _run(job: Job) -> tuple[ProbeEvidence, Findings]:

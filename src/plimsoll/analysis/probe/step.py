@@ -7,11 +7,12 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import msgspec
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_only
 
 from plimsoll.analysis.probe.evidence import GradientRecord, StepRecord
 from plimsoll.analysis.probe.stream import Call
@@ -20,7 +21,7 @@ from plimsoll.errors import InvalidModel, InvalidProbe
 from plimsoll.tracing.local_tensors import as_reals, densified
 from plimsoll.tracing.meters.memory import PeakMeter, storage_bytes
 from plimsoll.tracing.meters.timing import Marks
-from plimsoll.tracing.recorder.calling import Loss, after_autocast, output_tensors, own_loss, scalar_loss
+from plimsoll.tracing.recorder.calling import Loss, after_autocast, name_of, output_tensors, own_loss, scalar_loss
 from plimsoll.tracing.recorder.foreign_leaves import foreign_leaves_kept
 from plimsoll.tracing.recorder.untouched import private_copy
 
@@ -214,8 +215,8 @@ def check_trainable(model: nn.Module) -> None:
         )
 
 
-def describe_optimizer(model: nn.Module, optimizer: MakeOptimizer) -> str:
-    """Return the optimizer's class and its numeric defaults as text: ``AdamW(lr=0.001, weight_decay=0.01)``.
+def make_one(model: nn.Module, optimizer: MakeOptimizer) -> torch.optim.Optimizer:
+    """Return an optimizer of the model's trainable parameters.
 
     Raises:
         InvalidProbe: ``optimizer`` does not make a ``torch.optim.Optimizer``.
@@ -227,12 +228,29 @@ def describe_optimizer(model: nn.Module, optimizer: MakeOptimizer) -> str:
             why="each of the two training runs needs its own optimizer",
             next="pass torch.optim.AdamW, or a function of the parameters that returns an optimizer",
         )
+    return made
+
+
+def describe_optimizer(made: torch.optim.Optimizer) -> str:
+    """Return the optimizer's class and its numeric defaults as text: ``AdamW(lr=0.001, weight_decay=0.01)``."""
     shown = {
         name: value
         for name, value in made.defaults.items()
         if isinstance(value, int | float | tuple) and not isinstance(value, bool)
     }
     return f"{type(made).__name__}({', '.join(f'{name}={value}' for name, value in sorted(shown.items()))})"
+
+
+def optimizer_settings(made: torch.optim.Optimizer) -> tuple[str, ...]:
+    """Return every setting of every group of parameters as text, to tell optimizers apart. Objects are named by their type."""
+
+    def text(value: Any) -> str:
+        if isinstance(value, torch.Tensor):
+            return str(value.tolist())
+        return repr(value) if isinstance(value, bool | int | float | complex | str | None) else name_of(type(value))
+
+    groups = [{**group, "params": len(group["params"])} for group in made.param_groups]
+    return tuple(f"{keystr(path)}={text(value)}" for path, value in tree_flatten_with_path(groups)[0])
 
 
 @contextmanager
