@@ -167,6 +167,16 @@ def test_data_that_has_changed_since_is_refused(tmp_path: Path):
         probe(tmp_path, batches=batches)
 
 
+def test_a_finished_run_refuses_other_data(whole: tuple[Path, Verdict]):
+    batches = make_batches()
+    batches[STEPS - 1]["x"][0, 0] += 1
+    with pytest.raises(ProbeRunMismatch, match="batches have changed"):
+        probe(whole[0], batches=batches)
+    batches = make_batches()
+    batches[STEPS]["x"][0, 0] += 1  # neither trained on nor held out
+    assert probe(whole[0], batches=batches) == whole[1]
+
+
 def test_a_directory_of_somebody_else_is_left_alone_and_one_that_cannot_be_made_is_named(tmp_path: Path):
     (tmp_path / "thesis.txt").write_text("mine")
     with pytest.raises(ProbeRunMismatch, match="thesis"):

@@ -34,7 +34,6 @@ from plimsoll.analysis.probe.stream import Call, Stream
 from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.progress import Progress
 from plimsoll.engine.apply import Handle
-from plimsoll.errors import ProbeRunMismatch
 from plimsoll.session.manage import manage
 from plimsoll.tracing.local_tensors import dense_parts
 from plimsoll.tracing.recorder.calling import unwrapped
@@ -133,13 +132,8 @@ class Arms:
         stream = self._job.stream
         for arm in ARMS:
             known = self._checksums.get((arm, stream.drawn))
-            if known is not None and known != stream.checksum:
-                raise ProbeRunMismatch(
-                    f"The batches have changed since this run began: checksum {stream.checksum:08x}, not {known:08x}.",
-                    why=f"the checksum of the first {stream.drawn} batches differs from the saved one",
-                    next="give the same data in the same order (make a loader with its own generator= again, because its "
-                    "generator does not restart), or another directory for --run",
-                )
+            if known is not None:
+                stream.check(known)
 
     def _run_chunk(self, arm: str, start: int, calls: Sequence[Call]) -> None:
         """Run one chunk of one arm, and save the arm's state. Objects in the batches and in the loss are restored."""

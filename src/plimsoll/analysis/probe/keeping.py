@@ -33,6 +33,7 @@ from plimsoll.units import MIB
 
 _IDENTITY = "run.json"
 _VERDICT = "verdict.json"
+_DATA = "data.json"
 _LIMITS = ReadLimits(most_bytes=128 * MIB)
 
 
@@ -183,6 +184,13 @@ class ModuleState:
         self._kept.lend_iterators()
 
 
+class SeenData(msgspec.Struct, frozen=True, kw_only=True):
+    """Data: how many batches a run has drawn, and their checksum."""
+
+    batches: int
+    checksum: int
+
+
 class RunDirectory:
     """Reads and writes the directory that stores a probe's run.
 
@@ -285,9 +293,26 @@ class RunDirectory:
             )
         return found
 
-    def finish(self, verdict: Verdict) -> None:
-        """Write the verdict, and delete the stored states of both trainings, which are not needed any more."""
+    def seen(self) -> SeenData:
+        """Return which data a finished run has drawn.
+
+        Raises:
+            ProbeRunUnusable: the file cannot be read.
+        """
         with self._explained():
+            content = read_file(self.path / _DATA, _LIMITS)
+        try:
+            return msgspec.json.decode(content, type=SeenData)
+        except (msgspec.DecodeError, UnicodeError) as error:
+            raise self._damaged(_DATA, error) from error
+
+    def finish(self, verdict: Verdict, seen: SeenData) -> None:
+        """Write the verdict and which data it is based on. Delete the stored states of both trainings, which are not needed
+        any more.
+        """
+        with self._explained():
+            # First, because a run with a verdict is finished.
+            self._write(_DATA, lambda file: file.write(msgspec.json.encode(seen)))
             self._write(_VERDICT, lambda file: file.write(to_json(verdict).encode()))
             for arm in (BASELINE, PLAN):
                 (self.path / f"{arm}.pt").unlink(missing_ok=True)

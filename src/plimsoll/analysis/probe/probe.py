@@ -18,7 +18,7 @@ from torch import nn
 
 from plimsoll.analysis.probe.arms import Arms, Job
 from plimsoll.analysis.probe.evidence import BASELINE, PLAN, ArmLog, ProbeEvidence
-from plimsoll.analysis.probe.keeping import RunDirectory, trainable_copy
+from plimsoll.analysis.probe.keeping import RunDirectory, SeenData, trainable_copy
 from plimsoll.analysis.probe.rules import Findings, ProbeSettings, judge, stop_here, window_of
 from plimsoll.analysis.probe.statistics import first_step_at
 from plimsoll.analysis.probe.step import (
@@ -159,9 +159,13 @@ def probe(
         verdict = directory.verdict()
         if verdict is None:
             verdict = _verdict(job, *_run(job), about)
-            directory.finish(verdict)
+            directory.finish(verdict, SeenData(batches=stream.drawn, checksum=stream.checksum))
         else:
-            report("this run was already finished: showing its verdict", 1.0)
+            seen = directory.seen()
+            report(f"this run was already finished: passing over the data of {seen.batches} steps", 0.0)
+            stream.skip(seen.batches)
+            stream.check(seen.checksum)
+            report("showing its verdict", 1.0)
     return verdict
 
 

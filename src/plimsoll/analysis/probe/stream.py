@@ -17,7 +17,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from plimsoll.analysis.probe.keeping import own_randomness, seed_everything
-from plimsoll.errors import InvalidProbe
+from plimsoll.errors import InvalidProbe, ProbeRunMismatch
 from plimsoll.tracing.local_tensors import dense_parts
 from plimsoll.tracing.recorder.calling import split_batch
 from plimsoll.tracing.recorder.untouched import RandomState
@@ -109,6 +109,20 @@ class Stream:
         """Draw and discard ``count`` batches, because they were used before an interruption."""
         for _ in range(count):
             self.draw(1)
+
+    def check(self, known: int) -> None:
+        """Raise if the batches drawn so far are not those that a run has used, by the checksum ``known``.
+
+        Raises:
+            ProbeRunMismatch: the checksums differ.
+        """
+        if known != self.checksum:
+            raise ProbeRunMismatch(
+                f"The batches have changed since this run began: checksum {self.checksum:08x}, not {known:08x}.",
+                why=f"the checksum of the first {self.drawn} batches differs from the saved one",
+                next="give the same data in the same order (make a loader with its own generator= again, because its "
+                "generator does not restart), or another directory for --run",
+            )
 
     def _next_call(self) -> Call:
         with own_randomness():
