@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-from collections.abc import Awaitable, Collection, Iterator, Mapping
+from collections.abc import Awaitable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,12 +91,8 @@ class TrainingTask:
 
     @contextlib.contextmanager
     def compiled(self) -> Iterator[None]:
-        """Compile the model inside the ``with`` block with the options of this task. The model is then compiled even if it is
-        called without torch.compile's wrapper.
-        """
-        bare = [unit for unit in self.units if unit.module._compiled_call_impl is None and unit.path == ""]
-        alone = [dataclasses.replace(unit, wrapper=None) for unit in bare]
-        with in_place(alone, lambda unit: functools.partial(unit.call.compile(), unit.module)):
+        """Compile the model inside the ``with`` block with the options of this task, as `compiled_units` does."""
+        with compiled_units(self.units):
             yield
 
     def call(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -146,6 +142,17 @@ def units_of(model: nn.Module, wanted: Any = None) -> tuple[Unit, ...]:
             next="leave compile= out, or pass the model before torch.compile",
         )
     return (Unit("", inner_module(model), CompileCall.of(wanted)),)
+
+
+@contextlib.contextmanager
+def compiled_units(units: Sequence[Unit]) -> Iterator[None]:
+    """Compile the model that ``units_of`` found inside the ``with`` block. The model is then compiled even if it is called
+    without torch.compile's wrapper.
+    """
+    bare = [unit for unit in units if unit.module._compiled_call_impl is None and unit.path == ""]
+    alone = [dataclasses.replace(unit, wrapper=None) for unit in bare]
+    with in_place(alone, lambda unit: functools.partial(unit.call.compile(), unit.module)):
+        yield
 
 
 def compiled_by(plan: Plan, model: nn.Module) -> dict[str, Any] | None:

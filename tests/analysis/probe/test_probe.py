@@ -192,6 +192,32 @@ def test_gradient_norms_and_comparisons_cover_double_precision_and_imaginary_par
     assert (found.products, found.baseline_squares, found.plan_squares) == ((product,), (square,), (square,))
 
 
+class TwiceIfCompiled(nn.Sequential):
+    """Computes something else in compiled code, to tell which code ran."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * (2.0 if torch.compiler.is_compiling() else 1.0)
+
+
+@pytest.mark.long
+def test_the_baseline_of_a_plan_that_compiles_the_model_is_compiled_too():
+    torch.manual_seed(0)
+    model = TwiceIfCompiled(*[nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(2)])
+    batches, loss = [torch.randn(8, 16) for _ in range(4)], lambda output: output.square().mean()
+    plan = plimsoll.plan(model, batches[0], loss=loss, strategy="full", compile=True)
+    sgd = functools.partial(torch.optim.SGD, lr=0.1)
+    verdict = plimsoll.probe(model, batches, plan, steps=4, loss=loss, optimizer=sgd)
+    assert not [note for note in verdict.notes if "the plan is wrong" in note]
+    compiled, optimizer, expected = torch.compile(model), sgd(model.parameters()), []
+    for batch in batches:
+        optimizer.zero_grad()
+        value = loss(compiled(batch))
+        value.backward()
+        optimizer.step()
+        expected.append(float(value.detach()))
+    assert verdict.curves.baseline_losses == tuple(expected)
+
+
 @pytest.mark.parametrize(("threads", "counts_waiting"), [(1, False), (2, True)])
 def test_seconds_on_several_threads_are_those_that_pass(threads: int, counts_waiting: bool):
     model = nn.Linear(2, 1)
