@@ -127,6 +127,7 @@ class TrainingStep:
         self._random = RandomState()
         self._state = KeptState(model)
         self._state.lend_iterators()
+        self.written = frozenset(written)
         parts = [local_of(parameter.detach()) for name, parameter in self.model.named_parameters() if name in written]
         self._written = [(part, part.clone()) for part in parts]
 

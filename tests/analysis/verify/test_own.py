@@ -64,6 +64,21 @@ def test_the_receipt_says_what_was_found_at_work_and_what_it_saves(checkpointed)
     assert from_json(to_json(receipt)) == receipt
 
 
+def test_parameters_that_forward_writes_are_restored_and_accuse_no_checkpoint():
+    class Shrinking(CheckpointedStack):
+        def forward(self, x):
+            with torch.no_grad():
+                self.blocks[0].up.weight.mul_(0.5)
+            return super().forward(x)
+
+    model, batch = seeded(Shrinking)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    receipt = plimsoll.verify(model, batch, loss=mean_square, steps=2)
+    assert receipt.verdict is ReceiptVerdict.VERIFIED
+    assert not receipt.slope.disagrees
+    assert all(map(torch.equal, model.parameters(), before))
+
+
 def test_everything_that_was_patched_is_put_back_and_the_model_is_as_it_was(checkpointed):
     model, batch = checkpointed
     before = saved_tensors_hooks.__enter__, saved_tensors_hooks.__exit__

@@ -453,12 +453,14 @@ def _restored(*things: Any) -> Iterator[None]:
 def measure_slope(step: TrainingStep, gradients: Mapping[str, torch.Tensor | None]) -> Slope | None:
     """Measure how fast the loss grows along the gradient.
 
-    Return ``None`` if the gradient is zero, or if any number is not finite.
+    Parameters that the step writes are left out: they are restored before each forward, so they cannot be shifted. Return
+    ``None`` if the gradient is zero, or if any number is not finite.
 
     Args:
         step: the training step. Its forward runs five times, and its parameters are restored bit for bit.
         gradients: a mapping from parameter name to gradient, each in its parameter's shape.
     """
+    gradients = {name: gradient for name, gradient in gradients.items() if name not in step.written}
     present = (as_reals(gradient.detach()) for gradient in gradients.values() if gradient is not None)
     norm = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in present))
     if not math.isfinite(norm) or norm == 0.0:

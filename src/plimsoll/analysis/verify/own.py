@@ -38,10 +38,14 @@ from plimsoll.artifacts.fault import Cause, Fault
 from plimsoll.artifacts.progress import Progress
 from plimsoll.artifacts.receipt import OWN, Receipt, Slope
 from plimsoll.errors import InvalidModel
+from plimsoll.session.task import TrainingTask
 from plimsoll.session.training_step import TrainingStep, copies, relative_error
+from plimsoll.tracing.local_tensors import dense_parts
 from plimsoll.tracing.meters.timing import Timing, time_in_turns
-from plimsoll.tracing.recorder.calling import ModuleStack
+from plimsoll.tracing.recorder.calling import Context, ModuleStack
 from plimsoll.tracing.recorder.fingerprint import fingerprint
+from plimsoll.tracing.recorder.storages import same_contents
+from plimsoll.tracing.recorder.untouched import untouched
 
 _MOST_FAULTS = 50
 
@@ -80,6 +84,31 @@ class CompilerBudget:
                     yield
             finally:
                 torch._dynamo.reset()
+
+
+def find_written(task: TrainingTask, context: Context) -> tuple[str, ...]:
+    """Run the step once with everything kept, and return the names of the parameters that it writes. They are restored.
+
+    With a plan, the plan lists them. During the step, host memory holds a copy of the parameters.
+    """
+    with untouched(task.model), task.compiled(), switched_off():
+        step = task.step(context)
+        parameters = [
+            (name, part)
+            for name, parameter in step.model.named_parameters()
+            for part in dense_parts(parameter.detach())
+        ]
+        copies_on_host = [part.to("cpu", copy=True) for _, part in parameters]
+        written = []
+        try:
+            step.run()
+        finally:
+            for (name, part), copy in zip(parameters, copies_on_host, strict=True):
+                before = copy.to(part.device)
+                if not same_contents(part, before):
+                    part.copy_(before)
+                    written.append(name)
+        return tuple(dict.fromkeys(written))
 
 
 def verify_own(

@@ -33,7 +33,7 @@ from plimsoll.analysis.verify.evidence import (
     torch_errs,
 )
 from plimsoll.analysis.verify.intermediates import compare_intermediates
-from plimsoll.analysis.verify.own import verify_own
+from plimsoll.analysis.verify.own import find_written, verify_own
 from plimsoll.analysis.verify.revising import Reviser, needs_confirmation
 from plimsoll.analysis.verify.tile_rounding import measure_tile_rounding
 from plimsoll.artifacts.plan import Plan
@@ -163,9 +163,10 @@ def verify(
             )
         task = agreement.patient(task)
         report = progress or silent
-        written = () if plan is None else plan.written
+        made = context or contextlib.nullcontext
+        written = find_written(task, made) if plan is None else plan.written
         with untouched(model, written), task.compiled():
-            step = task.step(context or contextlib.nullcontext, written)
+            step = task.step(made, written)
             if plan is None:
                 return verify_own(step, task.signature(), max_error=error, steps=steps, depth=depth, report=report)
             receipt = _on_this_rank(agreement, task, step, plan, steps=steps, depth=depth, report=report)
