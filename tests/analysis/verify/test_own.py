@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._functorch.config
 import torch.utils.checkpoint
 from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
@@ -115,6 +116,16 @@ def test_a_model_that_saves_nothing_has_nothing_to_verify(is_training):
     assert "gradient_checkpointing_enable" in caught.value.next
     assert ("evaluation mode" in caught.value.why) is not is_training
     assert ("model.train()" in caught.value.next) is not is_training
+
+
+def test_a_memory_budget_of_the_compiler_does_not_apply_to_a_model_that_is_not_compiled(checkpointed):
+    with torch._functorch.config.patch(activation_memory_budget=0.5):
+        with pytest.raises(plimsoll.PlimsollError, match="nothing to verify"):
+            plimsoll.verify(*step_of_two(), loss=mean_square, steps=1)
+        model, batch = checkpointed
+        receipt = plimsoll.verify(model, batch, loss=mean_square, steps=1)
+    assert receipt.method == "torch.utils.checkpoint (3 times a step)"
+    assert receipt.rounding_tolerance == 0
 
 
 def test_lossy_hooks_may_be_allowed_their_error():

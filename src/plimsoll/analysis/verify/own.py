@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch._functorch.config
 from torch import nn
+from torch._dynamo.utils import counters
 
 from plimsoll.analysis.verify.evidence import (
     Depth,
@@ -54,20 +55,23 @@ _MOST_FAULTS = 50
 class CompilerBudget:
     """The setting ``activation_memory_budget`` of torch.compile, and how to switch it off.
 
-    A budget below 1 lets the compiler recompute.
+    A budget below 1 lets the compiler drop activations and recompute them. ``is_compiled`` says that the budget is below 1 and
+    that the step runs compiled code, which the budget applies to.
     """
 
     share: float
+    is_compiled: bool
 
-    @property
-    def is_compiled(self) -> bool:
-        """Whether the budget is below 1, so that the compiler drops activations and recomputes them."""
-        return self.share < 1.0
+    @classmethod
+    def read(cls, step: TrainingStep) -> CompilerBudget:
+        """Return the setting as it applies to a step. If it is below 1, the step runs once, to see whether it compiles."""
+        share = float(torch._functorch.config.activation_memory_budget)
+        return cls(share, is_compiled=share < 1.0 and _is_compiled(step))
 
     def tolerance(self, model: nn.Module) -> float:
         """Return the relative gradient error that recompiled kernels may cause by rounding.
 
-        It is 0 if the budget is not below 1.
+        It is 0 if the budget does not apply.
         """
         return half_the_digits(model) if self.is_compiled else 0.0
 
@@ -84,6 +88,15 @@ class CompilerBudget:
                     yield
             finally:
                 torch._dynamo.reset()
+
+
+def _is_compiled(step: TrainingStep) -> bool:
+    """Return whether the step runs code of torch.compile, which a function that the model calls may have compiled too."""
+    torch._dynamo.reset()  # so that compiled code is compiled again, and counted
+    before = counters["stats"]["unique_graphs"]
+    with switched_off():
+        step.run()
+    return bool(counters["stats"]["unique_graphs"] > before)
 
 
 def find_written(task: TrainingTask, context: Context) -> tuple[str, ...]:
@@ -129,7 +142,7 @@ def verify_own(
     Raises:
         InvalidModel: the step does not save memory by any means that could be switched off, or the step fails.
     """
-    budget = CompilerBudget(float(torch._functorch.config.activation_memory_budget))
+    budget = CompilerBudget.read(step)
     report("running the step with everything kept, twice", 0.0)
     with budget.plain():
         evidence = collect_evidence(step, depth)
@@ -232,8 +245,8 @@ def _nothing_at_work(model: nn.Module) -> InvalidModel:
     )
     return InvalidModel(
         f"{type(model).__name__} does not save memory by itself, so there is nothing to verify.",
-        why="its step did not enter a checkpoint, an offloading context or other saved-tensor hooks, and "
-        f"torch._functorch.config.activation_memory_budget is 1{mode}",
+        why="its step did not enter a checkpoint, an offloading context or other saved-tensor hooks, and did not run code of "
+        f"torch.compile with torch._functorch.config.activation_memory_budget below 1{mode}",
         next=("" if model.training else "call model.train(); or ")
         + "give a plan, a budget or a strategy to verify; or enable the model's own checkpointing "
         "(model.gradient_checkpointing_enable() in transformers)",
