@@ -475,6 +475,23 @@ def test_memory_that_an_op_never_wrote_is_no_fault_of_checkpointing(leaves_seed_
     assert torch.equal(torch.get_rng_state(), state)
 
 
+def test_memory_that_an_op_fills_by_out_counts_as_written():
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.line = nn.Linear(32, 32)
+
+        def masked(self, x):
+            return self.line(x) * torch.rand(x.shape, out=torch.empty(x.shape))
+
+        def forward(self, x):
+            return torch.utils.checkpoint.checkpoint(self.masked, x, use_reentrant=False, preserve_rng_state=False)
+
+    receipt = plimsoll.verify(*seeded(Masked), loss=mean_square, steps=1)
+    assert receipt.verdict is ReceiptVerdict.GRADIENTS_DIFFER
+    assert [fault.cause for fault in receipt.faults] == [Cause.RANDOM_STATE]
+
+
 def test_a_fault_next_to_memory_that_an_op_never_wrote_is_found(leaves_seed_unset):
     model, batch = fused(leaves_seed_unset, is_checkpointed=True, scale_again=2.0)
     receipt = plimsoll.verify(model, batch, loss=mean_square, steps=1)

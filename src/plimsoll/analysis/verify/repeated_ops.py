@@ -129,9 +129,11 @@ class RepeatedOps(TorchDispatchMode):
         if _name_of(func) in _UNSET:
             unset = (out,)
         elif func._schema.is_mutable:
-            for argument, value in zip(func._schema.arguments, args, strict=False):
-                if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, torch.Tensor):
-                    self._unset.pop(value.untyped_storage()._cdata, None)
+            names = [argument.name for argument in func._schema.arguments]
+            given = dict(zip(names, args, strict=False)) | dict(kwargs)
+            written = [given.get(each.name) for each in func._schema.arguments if each.is_write]
+            for tensor in flat_tensors(written):
+                self._unset.pop(tensor.untyped_storage()._cdata, None)
         else:
             unset = self._left_unset(func, args, kwargs, out, states)
         for storage in (tensor.untyped_storage() for tensor in unset):
