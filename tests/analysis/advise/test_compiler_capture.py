@@ -11,6 +11,7 @@ import torch._dynamo as dynamo
 from torch._dynamo.callback import callback_handler
 from torch._dynamo.utils import counters
 
+import plimsoll
 from plimsoll.analysis.advise.compiler_capture import ask_compiler, shorten
 from plimsoll.artifacts.advice import Capture
 from steps import Stack, conv_net, gpt2, llama, mean_square, stack
@@ -43,6 +44,34 @@ class Strict(Chatty):
     @torch._dynamo.error_on_graph_break(True)
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x)
+
+
+class Shrinking(Stack):
+    """Writes one of its weights in forward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.blocks[0].up.weight.mul_(0.5)
+        return super().forward(x)
+
+
+class CountingLoss:
+    """A loss with state of its own."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, output: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return mean_square(output)
+
+
+def test_a_loss_and_weights_that_the_step_writes_are_restored():
+    model, loss = Shrinking(), CountingLoss()
+    before = model.blocks[0].up.weight.detach().clone()
+    plimsoll.advise(model, torch.randn(4, 32), loss=loss)
+    assert loss.calls == 0
+    assert torch.equal(model.blocks[0].up.weight, before)
 
 
 def ask(model: Stack) -> Capture:

@@ -205,7 +205,14 @@ def _ask(task: TrainingTask, trace: Trace, unmanaged: Plan, limit_seconds: float
         obstacle = f"it runs the step without a plan, which takes {format_bytes(needed)}; {format_bytes(free)} are free"
     if obstacle:
         return Capture(is_asked=False, failure=obstacle)
-    return ask_compiler(task.model, *task.call(), loss=task.loss, limit_seconds=limit_seconds, progress=report)
+    return ask_compiler(
+        task.model,
+        *task.call(),
+        loss=task.loss,
+        written=trace.written,
+        limit_seconds=limit_seconds,
+        progress=report,
+    )
 
 
 def _budget_bytes(budget: Budget, costs: Costs, trace: Trace) -> int | None:

@@ -19,7 +19,7 @@ import os
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ from plimsoll.artifacts.progress import Progress, silent
 from plimsoll.tracing.recorder.calling import Loss, scalar_loss
 from plimsoll.tracing.recorder.foreign_leaves import foreign_leaves_kept
 from plimsoll.tracing.recorder.opkey import cost_key
-from plimsoll.tracing.recorder.untouched import private_copy, untouched
+from plimsoll.tracing.recorder.untouched import private_copy, side_effects_kept, untouched
 from plimsoll.tracing.refusals import first_line
 from plimsoll.tracing.torch_internals import current_autograd_node, sequence_number
 
@@ -76,13 +76,15 @@ def ask_compiler(
     kwargs: dict[str, Any],
     *,
     loss: Loss | None = None,
+    written: Collection[str] = (),
     limit_seconds: float = 60.0,
     progress: Progress | None = None,
 ) -> Capture:
     """Run one training step of ``model`` under Dynamo, and return which ops Dynamo captured and where its graphs broke.
 
     If the step cannot be captured, or not within ``limit_seconds``, the result says so; no error is raised. ``loss`` runs
-    outside the compiled function.
+    outside the compiled function. Parameters that the step writes (``written``, by name) are restored, as the rest of the model
+    is, and so are objects in the batch and in the loss.
 
     Example:
         >>> capture = ask_compiler(nn.Linear(4, 1), (torch.ones(2, 4),), {}, loss=torch.sum)
@@ -93,7 +95,8 @@ def ask_compiler(
         return Capture(is_asked=False, failure="torch.compile is switched off here (TORCHDYNAMO_DISABLE)")
     recorder = _Recorder(time.monotonic() + limit_seconds, progress or silent)
     failure = ""
-    with untouched(model), _unmarked(model), _fresh_dynamo(recorder.check_time):
+    undone = side_effects_kept((args, kwargs), loss)
+    with untouched(model, written), undone, _unmarked(model), _fresh_dynamo(recorder.check_time):
         started_microseconds = time.time_ns() // 1000
         try:
             recorder.run(model, private_copy((args, kwargs)), loss)
