@@ -390,6 +390,34 @@ def test_a_curve_leaves_the_parameters_of_a_loss_and_the_state_tensors_themselve
         assert torch.equal(moment, copies[parameter])
 
 
+class Wrapping(torch.optim.Optimizer):
+    """Passes everything on to another optimizer, as accelerate's wrapper does."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    @property
+    def state(self) -> Any:
+        return self.optimizer.state
+
+    @property
+    def param_groups(self) -> Any:
+        return self.optimizer.param_groups
+
+    def step(self, closure: Any = None) -> None:
+        self.optimizer.step(closure)
+
+
+def test_a_curve_restores_the_state_of_an_optimizer_in_a_wrapper(plan):
+    model, batch = step_of_two()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    wrapper = Wrapping(optimizer)
+    receipt = plimsoll.verify(model, batch, plan, loss=mean_square, optimizer=wrapper, steps=1, curve_steps=3)
+    assert receipt.baseline_curve == receipt.plan_curve
+    assert receipt.verdict is ReceiptVerdict.VERIFIED
+    assert not optimizer.state
+
+
 def test_repeated_ops_watch_nothing_in_a_step_that_recomputes_nothing():
     model = Stack(1)
     stack = ModuleStack()

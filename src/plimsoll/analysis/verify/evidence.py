@@ -428,8 +428,11 @@ def run_curve(step: TrainingStep, depth: Depth) -> tuple[float | None, ...]:
     """
     if depth.curve_steps <= 0:
         return ()
-    optimizer = {} if depth.optimizer is None else vars(depth.optimizer)
-    with _restored(*step.model.parameters(), optimizer):
+    # A wrapper such as accelerate's has state and settings only as properties, which read those of another optimizer.
+    held = (
+        () if depth.optimizer is None else (vars(depth.optimizer), depth.optimizer.state, depth.optimizer.param_groups)
+    )
+    with _restored(*step.model.parameters(), *held):
         used = depth.optimizer or torch.optim.SGD([p for p in step.model.parameters() if p.requires_grad], lr=_RATE)
         step.rewind()
         losses = []
