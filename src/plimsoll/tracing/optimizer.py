@@ -17,6 +17,7 @@ import bisect
 import contextlib
 import copy
 import functools
+import inspect
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -325,6 +326,12 @@ def parameter_names(optimizer: Optimizer, model: nn.Module) -> dict[int, str]:
     devices = {parameter.device for parameter in model.parameters()}
     others = (each for each in _parameters(optimizer) if id(each) not in names and each.device in devices)
     return names | {id(each): f"outside of the model.{number}" for number, each in enumerate(others)}
+
+
+def needs_closure(optimizer: Optimizer) -> bool:
+    """Return whether ``step`` has to be given a function that computes the loss again, as in LBFGS."""
+    known = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return known is not None and known.default is inspect.Parameter.empty
 
 
 def present_states(optimizer: Optimizer) -> dict[Any, Any]:

@@ -270,6 +270,7 @@ def test_numbers_of_numpy_in_an_optimizer_are_stored_and_what_cannot_be_is_named
         ({"steps": -3}, InvalidOption, "is not a valid count"),
         ({"chunk_steps": 0}, InvalidOption, "is not a valid count"),
         ({"seed": -1}, InvalidOption, "is not a valid count"),
+        ({"optimizer": torch.optim.LBFGS}, InvalidProbe, "cannot train with LBFGS"),
         ({"model": torch.nn.Linear(2, 2), "batches": [torch.zeros(1, 2)]}, PlanMismatch, "another model"),
     ],
 )

@@ -240,6 +240,14 @@ def test_apply_refuses_numbers_of_steps_that_mean_nothing(options, plan):
         plimsoll.attach(Stack(1), "1GiB", verify_every=-1)
 
 
+def test_a_curve_refuses_an_optimizer_that_runs_the_step_itself(checkpointed):
+    model, batch = checkpointed
+    given = {"loss": mean_square, "optimizer": torch.optim.LBFGS(model.parameters()), "steps": 1}
+    with pytest.raises(InvalidOption, match="LBFGS"):
+        plimsoll.verify(model, batch, curve_steps=2, **given)
+    assert plimsoll.verify(model, batch, **given).verdict is ReceiptVerdict.VERIFIED
+
+
 @pytest.mark.parametrize("option", [{"context": save_on_cpu}, {"max_error": 0.1}])
 def test_what_has_no_effect_on_a_plan_is_refused(option, plan):
     model, batch = step_of_two()

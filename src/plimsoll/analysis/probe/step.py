@@ -21,6 +21,7 @@ from plimsoll.errors import InvalidModel, InvalidProbe
 from plimsoll.tracing.local_tensors import as_reals, densified
 from plimsoll.tracing.meters.memory import PeakMeter, storage_bytes
 from plimsoll.tracing.meters.timing import Marks
+from plimsoll.tracing.optimizer import needs_closure
 from plimsoll.tracing.recorder.calling import Loss, after_autocast, name_of, output_tensors, own_loss, scalar_loss
 from plimsoll.tracing.recorder.foreign_leaves import foreign_leaves_kept
 from plimsoll.tracing.recorder.untouched import private_copy
@@ -219,7 +220,7 @@ def make_one(model: nn.Module, optimizer: MakeOptimizer) -> torch.optim.Optimize
     """Return an optimizer of the model's trainable parameters.
 
     Raises:
-        InvalidProbe: ``optimizer`` does not make a ``torch.optim.Optimizer``.
+        InvalidProbe: ``optimizer`` does not make a ``torch.optim.Optimizer``, or makes one whose step needs a closure.
     """
     made = optimizer([parameter for parameter in model.parameters() if parameter.requires_grad])
     if not isinstance(made, torch.optim.Optimizer):
@@ -227,6 +228,12 @@ def make_one(model: nn.Module, optimizer: MakeOptimizer) -> torch.optim.Optimize
             f"optimizer= returned a {type(made).__name__}, which is not a torch.optim.Optimizer.",
             why="each of the two training runs needs its own optimizer",
             next="pass torch.optim.AdamW, or a function of the parameters that returns an optimizer",
+        )
+    if needs_closure(made):
+        raise InvalidProbe(
+            f"probe cannot train with {type(made).__name__}.",
+            why="its step runs forward and backward itself, through a closure, and probe runs and compares each once per step",
+            next="probe the plan with another optimizer, such as torch.optim.SGD",
         )
     return made
 

@@ -50,6 +50,7 @@ from plimsoll.session.rendezvous.exchange import TIMEOUT_SECONDS
 from plimsoll.session.task import TrainingTask, compiled_by
 from plimsoll.session.training_step import TrainingStep
 from plimsoll.tracing.compiled.units import find_units, in_place
+from plimsoll.tracing.optimizer import needs_closure
 from plimsoll.tracing.recorder.calling import Context, Loss, check_context, check_devices
 from plimsoll.tracing.recorder.untouched import untouched
 from plimsoll.units import check_count, format_bytes, format_seconds
@@ -127,7 +128,8 @@ def verify(
         InvalidRegions: a pattern of intermediates does not match any module.
         InvalidBudget: ``max_error`` is not a share.
         InvalidOption: ``context`` does not make a context, or ``context`` or ``max_error`` is passed with a plan; ``steps`` or
-            ``curve_steps`` is not a count; a pattern is not text; or, without a plan, there are several ranks.
+            ``curve_steps`` is not a count; the optimizer of a curve needs a closure; a pattern is not text; or, without a plan,
+            there are several ranks.
         RanksDiffer, RankFailed, RankMissing: as for ``plimsoll.plan``.
 
     Example:
@@ -148,6 +150,7 @@ def verify(
         check_count("steps", steps, least=1)
         check_count("curve_steps", curve_steps, least=0)
         check_context(context or contextlib.nullcontext)
+        _refuse_closure(optimizer, curve_steps)
         depth = Depth(intermediates=_as_names(intermediates), curve_steps=curve_steps, optimizer=optimizer)
         error = read_error(max_error)
         if plan is None:
@@ -232,6 +235,16 @@ def _refuse_without_effect(context: Context | None, max_error: float) -> None:
             f"{name} does not have an effect if a plan is verified.",
             why="it applies to the model's own checkpointing; a plan already contains its limits",
             next=f"leave {name} out, or leave the plan out",
+        )
+
+
+def _refuse_closure(optimizer: torch.optim.Optimizer | None, curve_steps: int) -> None:
+    """Raise if a loss curve is requested with an optimizer whose step runs forward and backward itself."""
+    if curve_steps and optimizer is not None and needs_closure(optimizer):
+        raise InvalidOption(
+            f"curve_steps= cannot use {type(optimizer).__name__}.",
+            why="its step runs forward and backward itself, through a closure, and a curve runs each once per step",
+            next="leave optimizer= out to use plain gradient descent, or pass curve_steps=0",
         )
 
 
