@@ -188,6 +188,15 @@ def test_a_receipt_of_this_step_is_taken_and_one_of_another_is_refused(tmp_path:
     assert "another step" in caught.value.found
 
 
+def test_a_verdict_of_another_batch_is_refused():
+    model, batch, loss = stack()
+    plan = plan_without_search((model, batch, loss))
+    verdict = plimsoll.probe(model, batch, plan, loss=loss, steps=4)
+    with pytest.raises(PlanMismatch) as caught:
+        plimsoll.advise(model, torch.randn(7, 32), loss=loss, verdict=verdict, compile_seconds=0)
+    assert "verdict is of another step" in caught.value.found
+
+
 def test_bad_input_is_refused_before_anything_runs(tmp_path: Path):
     model, batch, loss = stack()
     plan = plan_without_search((model, batch, loss))

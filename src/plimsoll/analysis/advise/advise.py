@@ -129,8 +129,9 @@ def advise(
         refuse_uncompilable(options, "auto")
     trace_as_trained = trace_compiled if task.units else trace_and_cost
     trace, costs = trace_as_trained(task, options, part_of(report, 0.0, 0.3))
-    if found_receipt is not None:
-        _refuse_other("receipt is of another step", found_receipt.signature, trace.signature)
+    for kind, given in (("receipt", found_receipt), ("verdict", found_verdict)):
+        if given is not None:
+            _refuse_other(f"{kind} is of another step", given.signature, trace.signature)
     budget_bytes = _budget_bytes(limit, costs, trace)
     plans = CandidateMaker(task, trace, costs, PlanOptions() if trace.is_fake else options, part_of(report, 0.3, 0.8))
     budget_text = plans.knee_text() if budget_bytes is None else f"{budget_bytes}B"
