@@ -314,7 +314,7 @@ def _merged(agreement: Agreement, comparison: Comparison) -> Comparison:
         told[0],
         baseline_peak_bytes=max(each.baseline_peak_bytes for each in told),
         measured_baseline_seconds=max(seconds, default=None),
-        rows=tuple(_merged_row(rows) for rows in zip(*(each.rows for each in told), strict=True)),
+        rows=tuple(merged_row(rows) for rows in zip(*(each.rows for each in told), strict=True)),
         notes=(
             *told[0].notes,
             f"figures are the worst of {agreement.size} ranks: the largest peaks, and the seconds of the slowest rank",
@@ -322,7 +322,15 @@ def _merged(agreement: Agreement, comparison: Comparison) -> Comparison:
     )
 
 
-def _merged_row(rows: Sequence[ComparisonRow]) -> ComparisonRow:
+def merged_row(rows: Sequence[ComparisonRow]) -> ComparisonRow:
+    """Return one strategy's row for all ranks. One rank whose gradients are wrong makes the row wrong.
+
+    Example:
+        >>> wrong = ComparisonRow(strategy="full", measured_seconds=1.0, is_bit_equal=False)
+        >>> rounded = ComparisonRow(strategy="full", measured_seconds=2.0, is_bit_equal=False, is_rounding=True)
+        >>> merged_row([wrong, rounded]).is_wrong
+        True
+    """
     slowest = max(rows, key=lambda row: row.measured_seconds or 0.0)
     peaks = [row.measured_peak_bytes for row in rows if row.measured_peak_bytes is not None]
     errors = [row.gradient_error for row in rows if row.gradient_error is not None]
@@ -332,6 +340,8 @@ def _merged_row(rows: Sequence[ComparisonRow]) -> ComparisonRow:
         measured_peak_bytes=max(peaks, default=None),
         gradient_error=max(errors, default=None),
         is_bit_equal=all(equal) if equal else None,
+        is_rounding=any(row.is_rounding for row in rows)
+        and all(row.is_bit_equal is not False or row.is_rounding for row in rows),
     )
 
 
