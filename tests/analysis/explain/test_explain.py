@@ -18,10 +18,12 @@ from plimsoll.analysis.explain.changes import half_of
 from plimsoll.analysis.explain.explain import by_place, place_of
 from plimsoll.artifacts.base import to_json
 from plimsoll.artifacts.explained import Explanation
+from plimsoll.artifacts.offloaded_state import OffloadedState
 from plimsoll.artifacts.plan import Holder
 from plimsoll.artifacts.store import from_json, load_any
+from plimsoll.artifacts.tile import Tile
 from plimsoll.chunked import chunk_loss
-from plimsoll.errors import InvalidModel, InvalidOption, InvalidStrategy
+from plimsoll.errors import InvalidModel, InvalidOption, InvalidStrategy, PlanNotUsable
 from plimsoll.planning.costing.devices import find_device
 from plimsoll.planning.costing.roofline import roofline_costs
 from plimsoll.planning.strategies import find_extremes
@@ -270,6 +272,7 @@ def test_explanations_round_trip_and_read_well(explanation: Explanation, tmp_pat
         ({"strategy": "evry:2"}, InvalidStrategy, "evry:2"),
         ({"strategy": 3}, InvalidStrategy, "int is not a strategy"),
         ({"context": torch.autograd.graph.save_on_cpu()}, InvalidOption, "cannot be called"),
+        ({"strategy": "full", "context": torch.autograd.graph.save_on_cpu}, InvalidOption, "does not have an effect"),
         ({"model": "model"}, InvalidModel, ""),
     ],
 )
@@ -283,6 +286,14 @@ def test_a_saved_plan_explains_the_step_that_it_was_made_for():
     traced = trace(model, x, repeats=1)
     plan = find_extremes(traced, roofline_costs(traced, find_device("CPU"))).lowest
     assert plimsoll.explain(model, x, plan).peak.bytes == plan.predicted_peak_bytes
+    tiled = msgspec.structs.replace(plan, tiles=(Tile(path="rows", count=2, rows=256, inputs={"0": 0}, outputs=(0,)),))
+    state = OffloadedState(
+        optimizer="SGD", link="host", chunks=(("rows.weight",),), state_bytes=10, offloaded_bytes=8, link_bytes=20
+    )
+    with pytest.raises(InvalidStrategy, match="in tiles"):
+        plimsoll.explain(model, x, tiled)
+    with pytest.raises(PlanNotUsable, match="explain cannot run this plan: it offloads the state of SGD"):
+        plimsoll.explain(model, x, msgspec.structs.replace(plan, state=state))
 
 
 def test_places_are_regions_then_modules_then_labels():

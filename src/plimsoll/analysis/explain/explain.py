@@ -23,7 +23,7 @@ from plimsoll.artifacts.naming import group_holders, name_largest, region_in_lab
 from plimsoll.artifacts.plan import Holder, Peak, Plan, TimelinePoint
 from plimsoll.artifacts.progress import Progress, silent
 from plimsoll.artifacts.trace import Storage, WatchedStep
-from plimsoll.errors import InvalidStrategy
+from plimsoll.errors import InvalidOption, InvalidStrategy
 from plimsoll.planning.choice import Choice
 from plimsoll.planning.costing.devices import find_device
 from plimsoll.planning.describe import (
@@ -43,7 +43,7 @@ from plimsoll.planning.strategies import (
     strategy_choices,
 )
 from plimsoll.session.compiled import refuse_uncompilable
-from plimsoll.session.manage import refuse_other_model
+from plimsoll.session.manage import refuse_optimizer_decisions, refuse_other_model
 from plimsoll.session.options import PlanOptions, as_patterns
 from plimsoll.session.rendezvous.world import refuse_several_ranks
 from plimsoll.session.task import TrainingTask
@@ -201,21 +201,24 @@ def explain(
             torch.compile; then its compiled parts are explained as kernels, compared with the same step op by op.
         batch: a tensor (one argument), a tuple (positional) or a dict (keywords).
         strategy: ``none``, ``full``, ``every:k``, ``sqrt``, ``input-only``, ``selective:…``, or a plan for this model that only
-            keeps and recomputes.
+            keeps and recomputes, without tiles.
         loss: from the model's output to a scalar; by default ``output.loss``, or the output itself if it is a scalar.
         optimizer: if passed, its state and its update are part of the step.
         regions: module paths; memory is summed up per region. By default the repeated blocks.
         device_profile: explain for a device from the catalogue (``"H100-SXM"``) that is not in this machine.
-        context: called before every step for a context to run it in, such as ``torch.autograd.graph.save_on_cpu``.
+        context: only without a strategy: called before every step for a context to run it in, such as
+            ``torch.autograd.graph.save_on_cpu``.
         progress: called with the stage and the share done.
 
     Returns:
         An explanation that can be printed and saved. Its ``changes`` are ranked by the bytes that they take off the peak.
 
     Raises:
-        InvalidStrategy: the strategy is unknown, or it compresses or offloads.
-        InvalidOption: ``context`` is a context itself, not a function that makes one.
+        InvalidStrategy: the strategy is unknown, or it compresses, offloads or runs modules in tiles.
+        InvalidOption: ``context`` is a context itself, not a function that makes one, or it is passed with a strategy or for a
+            compiled model.
         PlanMismatch: the plan is for another model.
+        PlanNotUsable: the plan offloads optimizer state, or steps parameters in backward.
         PlimsollError: the arguments do not make a step (InvalidModel, InvalidBatch, InvalidLoss, InvalidRegions, UnknownDevice,
             TracingFailed).
 
@@ -234,6 +237,15 @@ def explain(
     device = None if device_profile is None else find_device(device_profile)
     step = ExplainedStep(task=task, regions=as_patterns(regions), device=device, context=context)
     report = progress or silent
+    if context is not contextlib.nullcontext and (strategy is not None or task.units):
+        raise InvalidOption(
+            "context= does not have an effect on a step that is replayed.",
+            why="the step is replayed under the strategy"
+            if strategy is not None
+            else "the replayed step is compiled code",
+            next="leave context= out"
+            + ("" if strategy is None else ", or leave strategy out to explain the step in this context"),
+        )
     if task.units:
         strategies = strategy.strategy if isinstance(strategy, Plan) else strategy
         refuse_uncompilable(PlanOptions.read(device_profile=device_profile), strategies or "none")
@@ -277,6 +289,7 @@ def _under(asked: str | Plan | None, step: ExplainedStep, report: Progress) -> E
     name = strategy.strategy if isinstance(strategy, Plan) else strategy
     _refuse_forms(strategy)
     if isinstance(strategy, Plan):
+        refuse_optimizer_decisions(strategy, "explain")
         refuse_other_model(step.task.model, strategy)
 
     def choose(index: StepIndex) -> Sequence[Choice]:
@@ -374,8 +387,14 @@ def _refuse_forms(strategy: str | Plan) -> None:
         if isinstance(strategy, Plan)
         else bool(codecs_of_strategy(strategy)) or strategy.partition(":")[0] in (*_FORMS, "auto")
     )
+    name = f"the plan {strategy.strategy!r}" if isinstance(strategy, Plan) else f"the strategy {strategy!r}"
+    if isinstance(strategy, Plan) and strategy.tiles:
+        raise InvalidStrategy(
+            f"A step cannot be replayed under {name}, which runs modules in tiles.",
+            why="in the replayed step each module runs as a whole",
+            next="save the plan and run `plimsoll explain plan.json`: it shows the plan's peak and what holds it",
+        )
     if is_packed:
-        name = f"the plan {strategy.strategy!r}" if isinstance(strategy, Plan) else f"the strategy {strategy!r}"
         raise InvalidStrategy(
             f"A step cannot be replayed under {name}.",
             why="only planning measures the costs of codecs and links, and strategy auto needs a budget",
