@@ -1,4 +1,4 @@
-"""Loops that train, or run their backward, in another thread than the one that has attached."""
+"""A loop, or only its backward, runs in a thread of its own."""
 
 from __future__ import annotations
 

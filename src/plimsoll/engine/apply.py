@@ -218,7 +218,7 @@ class Handle(ShowsFigures, RemovedAtEnd):
         self._others.append(hook)
 
     def pause(self) -> None:
-        """Remove the wrappers of all regions until `resume` installs them again. What was recorded stays."""
+        """Remove the wrappers of all regions until `resume` installs them again. Recordings stay."""
         for region in self.regions.values():
             region.remove()
         self._tiles.remove()

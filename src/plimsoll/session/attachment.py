@@ -1130,7 +1130,7 @@ class Attachment(ShowsFigures, RemovedAtEnd):
             self._known.traces_left = 0
             warn_of_floor(error, "a forward runs more operations than were planned for")
         except InvalidBatch as error:
-            # An inner step of MAML: backward goes on into the graph of the call before, which a trace would free.
+            # In MAML, backward continues into the graph of the call before, which a trace would free.
             self._known.traces_left = 0
             warn(f"a training step that needed more than its plan could not be traced, and keeps it: {error.found}")
         if self.state is State.MEASURING:
