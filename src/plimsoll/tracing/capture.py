@@ -457,11 +457,21 @@ class StepCapture:
             raise self._already_checkpointed(log.name)
 
     def _already_checkpointed(self, name: str) -> InvalidModel:
+        others = (
+            "switch checkpointing off first: model.gradient_checkpointing_disable() in transformers, "
+            "or remove torch.utils.checkpoint / the offload context around the layer"
+        )
+        if self.tracer.phase is Phase.BACKWARD:
+            return InvalidModel(
+                f"{type(self._model).__name__} already checkpoints {name}, or calls it in backward for another reason.",
+                why="code that runs within backward (torch.utils.checkpoint, the adjoint method of an ODE solver) calls this "
+                "module, so backward reads other tensors than forward has saved",
+                next=f"{others}; if the call belongs to the model, pass regions= without this module",
+            )
         return InvalidModel(
             f"{type(self._model).__name__} already checkpoints {name}.",
             why="other code's saved-tensor hooks process its saved tensors, so Plimsoll cannot decide about them",
-            next="switch checkpointing off first: model.gradient_checkpointing_disable() in transformers, "
-            "or remove torch.utils.checkpoint / the offload context around the layer",
+            next=others,
         )
 
     def _enter(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RegionLog:
