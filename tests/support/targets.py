@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -113,5 +115,5 @@ def diverging():
 
 
 def noisy():
-    noise = torch.Generator().manual_seed(0)
-    return small(), batches(), lambda output: (output.square() * torch.empty(8).normal_(generator=noise)).mean()
+    noise = random.SystemRandom()  # a generator with a state would begin anew in each part of a probe
+    return small(), batches(), lambda output: output.square().mean() * noise.uniform(0.5, 1.5)
