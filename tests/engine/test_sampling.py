@@ -115,3 +115,22 @@ def test_every_dropped_value_is_sampled_or_shows_in_one_that_is(kind):
     plan = service.program.plan
     values = [plan.graph.values[plan.graph.slots[slot].value] for slot in sentinel_slots(plan, plan.dropped_slots)]
     assert {plan.graph.ops[value.producer].name for value in values} == expected
+
+
+@pytest.mark.parametrize("rows", [1, 4, 31, 40])
+def test_the_sample_of_an_expanded_tensor_is_of_its_own_elements(rows):
+    """As ``normalize`` saves: one norm for each row, expanded over 32 columns."""
+    tensor = torch.randn(rows, 1).expand(rows, 32)
+    places = SamplePlaces.of(Geometry.of(tensor))
+    own = set(tensor[:, 0].contiguous().view(torch.int32).tolist())
+    for number in range(5):
+        found = places.peek(places.offset(number), tensor)
+        assert found == places.at(places.offset(number), tensor).tolist()
+        assert len(found) == min(rows, 16)
+        assert set(found) <= own
+
+
+def test_a_number_that_is_expanded_has_a_sample_of_one_element():
+    tensor = torch.randn(1).expand(7, 5)
+    places = SamplePlaces.of(Geometry.of(tensor))
+    assert places.peek(places.offset(3), tensor) == tensor[0, :1].contiguous().view(torch.int32).tolist()

@@ -222,9 +222,10 @@ class SamplePlaces:
         count = math.prod(geometry.size)
         if not SamplePlaces.has_any(geometry):
             return None
-        dimensions = list(zip(geometry.size, geometry.stride, strict=True))
-        if 1 + sum((size - 1) * stride for size, stride in dimensions) == count:
-            dimensions = [(count, 1)]
+        # An expanded dimension (stride 0) shows the same elements again.
+        dimensions = [(size, stride) for size, stride in zip(geometry.size, geometry.stride, strict=True) if stride]
+        if not dimensions or 1 + sum((size - 1) * stride for size, stride in dimensions) == count:
+            dimensions = [(count if dimensions else 1, 1)]
         dimensions.sort(reverse=True)
         length, stride = dimensions[0]
         size = min(SAMPLE_SIZE, length)
