@@ -963,13 +963,14 @@ class Attachment(ShowsFigures, RemovedAtEnd):
         """Return True if the measured step recorded calls, and what it took beyond the trace decides about the plan.
 
         A recorded call runs each op twice. Two GRUs took 2 MiB for that, and were refused below 1.08 times their unmanaged
-        peak. Recording takes less than the step that is recorded, so more than that has another cause.
+        peak. Recording takes less than the step that is recorded. More than that, or more than the budget, has another cause.
         """
         assert self._work.plan is not None
         tried, budget_bytes = self._known.lowest, planner.budget_bytes or 0
         has_recorded = self._work.recorded_calls > tried.recorded_calls
         is_scarce = planner.extremes.unmanaged_peak_bytes + measured_bytes > budget_bytes
-        is_much = _MUCH * budget_bytes < measured_bytes <= planner.own(self._work.plan).predicted_peak_bytes
+        most_bytes = min(budget_bytes, planner.own(self._work.plan).predicted_peak_bytes)
+        is_much = _MUCH * budget_bytes < measured_bytes <= most_bytes
         return tried.tries < _MOST_TRIES and has_recorded and is_scarce and is_much
 
     def _refused_bytes(self, most_bytes: int) -> int:
