@@ -314,8 +314,8 @@ class ShapePlans:
         the batch's step.
 
         Raises:
-            BudgetBelowFloor: no rung fits, solving for this shape finds no plan either, and such a batch
-                has not run before.
+            BudgetBelowFloor: no rung fits, solving for this shape finds no plan either, and such a batch has not run
+                before.
         """
         alike = [shapes] if self.knows(shapes) else self._covering(shapes)
         if not alike:

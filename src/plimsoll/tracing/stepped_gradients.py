@@ -12,15 +12,21 @@ import torch
 from plimsoll.errors import PlanMismatch
 from plimsoll.tracing.torch_internals import current_graph_task, without_torch_function
 
-_OF_SHAPE = frozenset(
+SHAPE_READS = frozenset(
     {
         *(
             getattr(torch.Tensor, name).__get__
-            for name in ("shape", "dtype", "device", "layout", "requires_grad", "is_leaf", "grad_fn", "itemsize")
-        ),
-        *(
-            getattr(torch.Tensor, name).__get__
-            for name in ("is_sparse", "is_meta", "is_cuda", "is_quantized", "is_nested")
+            for name in (
+                "shape",
+                "dtype",
+                "device",
+                "layout",
+                "is_meta",
+                "requires_grad",
+                "is_leaf",
+                "grad_fn",
+                "itemsize",
+            )
         ),
         torch.Tensor.size,
         torch.Tensor.stride,
@@ -28,16 +34,21 @@ _OF_SHAPE = frozenset(
         torch.Tensor.dim,
         torch.Tensor.nbytes.__get__,  # type: ignore[attr-defined]  # a property of the C class
         torch.Tensor.is_floating_point,
-        torch.Tensor.is_contiguous,
-        torch.Tensor.storage_offset,
         torch.Tensor.untyped_storage,
-        torch.Tensor._is_zerotensor,
-        torch.Tensor.is_coalesced,
-        torch.Tensor.__hash__,
-        torch.zeros_like,
-        torch.empty_like,
     }
 )
+"""Attributes and methods of a tensor that give sizes and the like, but no values. A stand-in without values supports them."""
+
+_OF_SHAPE = SHAPE_READS | {
+    *(getattr(torch.Tensor, name).__get__ for name in ("is_sparse", "is_cuda", "is_quantized", "is_nested")),
+    torch.Tensor.is_contiguous,
+    torch.Tensor.storage_offset,
+    torch.Tensor._is_zerotensor,
+    torch.Tensor.is_coalesced,
+    torch.Tensor.__hash__,
+    torch.zeros_like,
+    torch.empty_like,
+}
 """Attributes and functions of a gradient that do not use its values. Code that counts bytes uses them."""
 
 

@@ -15,34 +15,8 @@ from typing import Any, Protocol
 import torch
 
 from plimsoll.errors import OffloadFailed
+from plimsoll.tracing.stepped_gradients import SHAPE_READS
 from plimsoll.tracing.torch_internals import count_holders
-
-_READABLE = frozenset(
-    {
-        *(
-            getattr(torch.Tensor, name).__get__
-            for name in (
-                "shape",
-                "dtype",
-                "device",
-                "layout",
-                "is_meta",
-                "requires_grad",
-                "is_leaf",
-                "grad_fn",
-                "itemsize",
-            )
-        ),
-        torch.Tensor.size,
-        torch.Tensor.stride,
-        torch.Tensor.numel,
-        torch.Tensor.dim,
-        torch.Tensor.nbytes.__get__,  # type: ignore[attr-defined]  # a property of the C class
-        torch.Tensor.is_floating_point,
-        torch.Tensor.untyped_storage,
-    }
-)
-"""Attributes and methods that an `AwayTensor` supports: sizes and the like, but no values."""
 
 
 class AwayTensor(torch.Tensor):
@@ -60,7 +34,7 @@ class AwayTensor(torch.Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func in _READABLE:
+        if func in SHAPE_READS:
             return super().__torch_function__(func, types, args, kwargs or {})
         raise OffloadFailed(
             "This tensor of optimizer state is not on the device now.",
