@@ -203,12 +203,11 @@ def test_a_budget_is_kept_in_every_step_by_a_model_that_reads_values(kind: str):
     with plimsoll.attach(model, budget_bytes):
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            # A batch may take a longer way than all before it. Which one does depends on how a machine adds up.
-            warnings.filterwarnings(
-                "ignore", message=r"(?s).*its forward ran more operations than in all earlier steps"
-            )
+            # A batch may take a way that holds more than all before it. Which one does depends on how a machine adds up.
+            warnings.filterwarnings("ignore", message="plimsoll: a training step took")
             for step in range(8):
                 assert all(map(torch.equal, expected[step], gradients(model, step))), step
+            gradients(model, 0)  # the warning about a step comes when the next one begins
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             for step in range(8):  # every way is known now
