@@ -117,9 +117,18 @@ def test_a_twin_without_a_reason_ends_without_a_colon():
 
 
 def test_the_command_plans_under_the_same_limits():
-    limited = dataclasses.replace(wish(), options=("--regions 'layers.*'", "--link disk"))
+    limited = dataclasses.replace(wish(), options=("--regions 'layers.*'",))
     _, advice = outcome([NONE, AUTO], limited)
-    assert advice.command == "plimsoll plan llama-tiny --budget 64MiB --regions 'layers.*' --link disk -o plan.json"
+    assert advice.command == "plimsoll plan llama-tiny --budget 64MiB --regions 'layers.*' -o plan.json"
+
+
+def test_the_command_quotes_texts_with_spaces_and_limits_offloading_only_where_the_plan_may_offload():
+    spaced = dataclasses.replace(wish(), limit_text="64 MiB", offload_options=("--host-budget '1 GiB'", "--link disk"))
+    _, advice = outcome([NONE, AUTO], spaced)
+    assert advice.command == "plimsoll plan llama-tiny --budget '64 MiB' -o plan.json"
+    sending = made("auto (offload)", 60, 0.03, allow=("recompute", "offload"))
+    _, advice = outcome([NONE, sending], spaced)
+    assert advice.command.endswith("--allow recompute,offload --host-budget '1 GiB' --link disk -o plan.json")
 
 
 def test_without_a_budget_the_knee_decides_and_doing_nothing_comes_first():

@@ -141,7 +141,8 @@ def advise(
         is_budget=budget_bytes is not None,
         max_error=options.max_error,
         target=target,
-        options=_words(device_profile, options.regions, host_budget, link),
+        options=_words(device_profile, options.regions),
+        offload_options=_offload_words(host_budget, link),
     )
     made = plans.make(wish)
     chosen = choose(made, wish)
@@ -226,16 +227,18 @@ def _budget_bytes(budget: Budget, costs: Costs, trace: Trace) -> int | None:
     return budget.bytes_on(costs)
 
 
-def _words(
-    device_profile: str | None, regions: Sequence[str] | None, host_budget: int | str | None, link: str | None
-) -> tuple[str, ...]:
-    """Return options for the command ``plimsoll plan`` that set the same limits (regions, host budget, link, device) as this
-    advice.
-    """
-    words = [] if device_profile is None else [f"--device-profile {device_profile}"]
-    words += [f"--regions {shlex.quote(pattern)}" for pattern in regions or ()]
+def _words(device_profile: str | None, regions: Sequence[str] | None) -> tuple[str, ...]:
+    """Return options for the command ``plimsoll plan`` that set the same device and regions as this advice."""
+    words = [] if device_profile is None else [f"--device-profile {shlex.quote(device_profile)}"]
+    return (*words, *(f"--regions {shlex.quote(pattern)}" for pattern in regions or ()))
+
+
+def _offload_words(host_budget: int | str | None, link: str | None) -> tuple[str, ...]:
+    """Return options for the command ``plimsoll plan`` that set the same limits for offloaded values as this advice."""
+    words = []
     if host_budget is not None:
-        words.append(f"--host-budget {host_budget}{'B' if isinstance(host_budget, int) else ''}")
+        text = f"{host_budget}B" if isinstance(host_budget, int) else host_budget
+        words.append(f"--host-budget {shlex.quote(text)}")
     if link is not None:
         words.append(f"--link {link}")
     return tuple(words)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -41,7 +42,9 @@ class Wish:
     max_error: float
     target: str
     options: tuple[str, ...] = ()
-    """Further command-line options that ``plimsoll plan`` needs to make the same plans: regions, host budget, link, device."""
+    """Further command-line options that ``plimsoll plan`` needs to make the same plans: regions and device."""
+    offload_options: tuple[str, ...] = ()
+    """Options that only a plan that may offload accepts: host budget and link."""
 
     def obstacle(self, plan: Plan) -> str:
         """Return a text that says why a plan is not within the limits of this wish; empty if the plan can be chosen."""
@@ -200,8 +203,9 @@ def _command(plan: Plan, wish: Wish) -> str:
     if plan.strategy != "auto":
         words.append(f"--strategy {plan.strategy}")
     else:
-        words.append(f"--budget {wish.limit_text}")
+        words.append(f"--budget {shlex.quote(wish.limit_text)}")
         words += [f"--allow {','.join(plan.allow)}"] if plan.allow != ("recompute",) else []
     if not plan.is_lossless:
         words.append(f"--max-error {wish.max_error:g}")
-    return " ".join([*words, *wish.options, "-o plan.json"])
+    offload = wish.offload_options if plan.strategy == "auto" and "offload" in plan.allow else ()
+    return " ".join([*words, *wish.options, *offload, "-o plan.json"])
