@@ -129,11 +129,13 @@ class Mismatch(msgspec.Struct, frozen=True, kw_only=True):
 class Intermediate(msgspec.Struct, frozen=True, kw_only=True):
     """Data: a comparison of one module's output, or of the output's gradient, between the runs with and without the plan.
 
-    ``call`` is the number of the module's call in the step.
+    ``call`` is the number of the module's call in the step, and ``output`` the position of the tensor among those that the call
+    returned.
     """
 
     module: str
     call: int
+    output: int = 0
     is_gradient: bool
     is_bit_equal: bool
     max_absolute_difference: float | None = 0.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -23,10 +24,16 @@ from plimsoll.artifacts.fault import Cause
 from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.receipt import OWN, ReceiptVerdict
 from plimsoll.artifacts.store import from_json
-from plimsoll.errors import InvalidOption
+from plimsoll.errors import InvalidModel, InvalidOption, InvalidRegions
 from plimsoll.tracing.recorder.calling import ModuleStack
 from plimsoll.tracing.torch_internals import current_graph_task
 from steps import CheckpointedStack, Stack, mean_square
+
+
+@dataclass
+class Pair:
+    first: torch.Tensor
+    second: torch.Tensor
 
 
 def seeded(make: Callable[[], nn.Module], rows: int = 16) -> tuple[Any, torch.Tensor]:
@@ -281,6 +288,49 @@ def test_an_intermediate_that_differs_is_named_with_its_distance():
     assert output.is_bit_equal
     assert not gradient.is_bit_equal
     assert gradient.max_relative_difference > 0.01
+
+
+def test_all_tensors_that_a_module_returns_are_compared_also_in_an_object():
+    class Paired(nn.Module):
+        def __init__(self, width):
+            super().__init__()
+            self.up, self.down = nn.Linear(width, width), nn.Linear(width, width)
+
+        def forward(self, x):
+            return Pair(self.up(x).relu(), self.down(x).tanh())
+
+    class Adding(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.pair, self.unused = Paired(32), nn.Identity()
+
+        def forward(self, x):
+            pair = torch.utils.checkpoint.checkpoint(self.pair, x, use_reentrant=False)
+            return pair.first + pair.second
+
+    receipt = plimsoll.verify(*seeded(Adding), loss=mean_square, steps=1, intermediates="pair")
+    found = {(each.output, each.is_gradient): each for each in receipt.intermediates}
+    assert found.keys() == {(0, False), (1, False), (0, True), (1, True)}
+    assert all(each.is_bit_equal for each in found.values())
+    assert "output 1 of pair" in str(receipt)
+    with pytest.raises(InvalidRegions, match="returned no tensors"):
+        plimsoll.verify(*seeded(Adding), loss=mean_square, steps=1, intermediates="unused")
+
+
+def test_a_plan_of_another_module_in_the_loss_is_not_the_models_own_method():
+    model, batch = seeded(CheckpointedStack)
+    teacher, _ = seeded(Stack)
+    plan = plimsoll.plan(teacher, batch, loss=mean_square, strategy="full")
+
+    def loss(output: torch.Tensor) -> torch.Tensor:
+        return teacher(output).square().mean()
+
+    with plimsoll.apply(teacher, plan):
+        receipt = plimsoll.verify(model, batch, loss=loss, steps=1)
+        assert "plimsoll" not in receipt.method
+        assert receipt.verdict is ReceiptVerdict.VERIFIED
+        with pytest.raises(InvalidModel, match="there is nothing to verify"):
+            plimsoll.verify(*seeded(Stack), loss=loss, steps=1)
 
 
 def test_a_gradient_that_is_wrong_only_in_its_imaginary_part_is_found():

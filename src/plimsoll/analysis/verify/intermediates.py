@@ -16,13 +16,13 @@ from torch import nn
 from plimsoll.artifacts.receipt import Intermediate, Mismatch, finite
 from plimsoll.errors import InvalidRegions
 from plimsoll.tracing.local_tensors import as_reals
-from plimsoll.tracing.recorder.calling import output_tensors
 from plimsoll.tracing.recorder.storages import same_contents
+from plimsoll.tracing.recorder.untouched import returned_tensors
 from plimsoll.tracing.torch_internals import current_graph_task, without_torch_function
 
-Key = tuple[str, int, bool]
-"""Names one compared tensor: the module's name, the number of the module's call, and whether it is the gradient of the output.
-If it is not, it is the output itself."""
+Key = tuple[str, int, int, bool]
+"""Names one compared tensor: the module's name, the number of the module's call, the position of the tensor among those that
+the call returned, and whether it is the gradient of this output. If it is not, it is the output itself."""
 Found = dict[Key, torch.Tensor | None]
 """A mapping from the key (name) of a module's output or its gradient to a copy of the tensor. It is ``None`` for a gradient
 that cannot be observed because the module ran without autograd."""
@@ -80,7 +80,7 @@ def _difference(first: torch.Tensor | None, second: torch.Tensor | None) -> tupl
 
 @contextlib.contextmanager
 def collect_intermediates(model: nn.Module, patterns: Sequence[str]) -> Iterator[Found]:
-    """A context that collects the first output of each call of the named modules, and the output's gradient.
+    """A context that collects the tensors that each call of the named modules returns, and their gradients.
 
     A recomputation in backward does not count as another call of the module.
 
@@ -89,7 +89,7 @@ def collect_intermediates(model: nn.Module, patterns: Sequence[str]) -> Iterator
         patterns: patterns of module names, such as ``model.layers.*.mlp``.
 
     Raises:
-        InvalidRegions: a pattern does not match any module.
+        InvalidRegions: a pattern does not match any module, or none of its modules returned a tensor.
     """
     modules = {name: module for name, module in model.named_modules() if name}
     for pattern in patterns:
@@ -107,22 +107,33 @@ def collect_intermediates(model: nn.Module, patterns: Sequence[str]) -> Iterator
     finally:
         for handle in handles:
             handle.remove()
+    seen = {name for name, *_ in found}
+    for pattern in patterns:
+        if not fnmatch.filter(seen, pattern):
+            raise InvalidRegions(
+                f"The modules with the name {pattern!r} returned no tensors in this step.",
+                why="they were not called through their own __call__, or they return objects without tensors",
+                next="name modules that run in this step, such as the blocks of the model",
+            )
 
 
 def _copying_hook(name: str, found: Found) -> Callable[[nn.Module, Any, Any], None]:
     calls = itertools.count()
 
     def look(module: nn.Module, args: Any, output: Any) -> None:
-        tensors = output_tensors(output)
-        if current_graph_task() != -1 or not tensors:
+        if current_graph_task() != -1:
             return
-        call, tensor = next(calls), tensors[0]
+        call = next(calls)
+        for position, tensor in enumerate(returned_tensors(output)):
+            collect((name, call, position), tensor)
+
+    def collect(place: tuple[str, int, int], tensor: torch.Tensor) -> None:
         with without_torch_function():  # else a region under a plan would record this as a call of its own
-            found[name, call, False] = tensor.detach().clone()
+            found[*place, False] = tensor.detach().clone()
         if tensor.requires_grad:
-            tensor.register_hook(lambda gradient: found.__setitem__((name, call, True), gradient.detach().clone()))
+            tensor.register_hook(lambda gradient: found.__setitem__((*place, True), gradient.detach().clone()))
         elif not torch.is_grad_enabled():  # re-entrant checkpointing runs forward without autograd
-            found[name, call, True] = None
+            found[*place, True] = None
 
     return look
 
@@ -138,13 +149,14 @@ def compare_intermediates(expected: Found, found: Found) -> tuple[Intermediate, 
         if key in hidden:
             continue
         one, other = expected.get(key), found.get(key)
-        name, call, is_gradient = key
+        name, call, output, is_gradient = key
         is_equal = one is not None and other is not None and same_contents(one, other)
         absolute, relative = (0.0, 0.0) if is_equal else _difference(one, other)
         rows.append(
             Intermediate(
                 module=name,
                 call=call,
+                output=output,
                 is_gradient=is_gradient,
                 is_bit_equal=is_equal,
                 max_absolute_difference=absolute,

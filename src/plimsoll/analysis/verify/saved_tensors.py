@@ -87,15 +87,31 @@ def _name_of(hooks: saved_tensors_hooks) -> str:
 
 @contextlib.contextmanager
 def _patched(enter: Callable[..., None], leave: Callable[..., None], function: type) -> Iterator[None]:
+    """A context that replaces the methods of saved-tensor hooks by ``enter`` and ``leave``, and re-entrant checkpointing by
+    ``function``.
+
+    Plimsoll's own hooks are entered and left as ever. They belong to a plan of another module, such as a teacher in the loss.
+    """
     before = saved_tensors_hooks.__enter__, saved_tensors_hooks.__exit__, checkpointing.CheckpointFunction
-    saved_tensors_hooks.__enter__ = enter  # type: ignore[method-assign]
-    saved_tensors_hooks.__exit__ = leave  # type: ignore[method-assign]
+
+    def enter_others(self: saved_tensors_hooks) -> None:
+        return (before[0] if _is_of_plimsoll(self) else enter)(self)
+
+    def leave_others(self: saved_tensors_hooks, *error: object) -> None:
+        return (before[1] if _is_of_plimsoll(self) else leave)(self, *error)
+
+    saved_tensors_hooks.__enter__ = enter_others  # type: ignore[method-assign]
+    saved_tensors_hooks.__exit__ = leave_others  # type: ignore[method-assign]
     checkpointing.CheckpointFunction = function  # type: ignore[misc, assignment]
     try:
         yield
     finally:
         saved_tensors_hooks.__enter__, saved_tensors_hooks.__exit__ = before[:2]  # type: ignore[method-assign]
         checkpointing.CheckpointFunction = before[2]  # type: ignore[misc]
+
+
+def _is_of_plimsoll(hooks: saved_tensors_hooks) -> bool:
+    return (getattr(hooks.pack_hook, "__module__", None) or "").startswith("plimsoll.engine.")
 
 
 @dataclass(frozen=True, slots=True)

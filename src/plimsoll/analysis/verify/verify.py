@@ -125,7 +125,7 @@ def verify(
         PlanNotUsable: the plan does not contain decisions to apply.
         InvalidModel: a plan is already applied to the model; or the model is on the meta device, where nothing can be measured;
             or, without a plan, the model does not save memory by itself.
-        InvalidRegions: a pattern of intermediates does not match any module.
+        InvalidRegions: a pattern of intermediates does not match any module, or its modules return no tensors.
         InvalidBudget: ``max_error`` is not a share.
         InvalidOption: ``context`` does not make a context, or ``context`` or ``max_error`` is passed with a plan; ``steps`` or
             ``curve_steps`` is not a count; the optimizer of a curve needs a closure; a pattern is not text; or, without a plan,

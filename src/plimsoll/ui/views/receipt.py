@@ -241,6 +241,8 @@ def _deviation(confirmation: Confirmation) -> str:
 def _intermediate(intermediate: Intermediate) -> tuple[str, str, str]:
     """Return the cells for one compared intermediate (a module's output or its gradient): its name and its difference."""
     name = name_call(intermediate.module, intermediate.call)
+    if intermediate.output:
+        name = f"output {intermediate.output} of {name}"
     what = f"gradient of {name}" if intermediate.is_gradient else name
     if intermediate.is_bit_equal:
         return what, "equal bit for bit", ""
