@@ -211,6 +211,34 @@ def test_a_wrong_gradient_in_tiles_is_found(batch, plan, monkeypatch):
     assert receipt.tile_rounding.exceeding
 
 
+class Filtered(Model):
+    """Multiplies the spectrum of the rows by complex weights before the blocks."""
+
+    def __init__(self):
+        super().__init__()
+        self.filter = nn.Parameter(torch.ones(WIDTH // 2 + 1, dtype=torch.complex64))
+
+    def forward(self, x):
+        return super().forward(torch.fft.irfft(torch.fft.rfft(x) * self.filter, n=WIDTH))
+
+
+@pytest.mark.long
+def test_a_gradient_that_is_wrong_only_in_its_imaginary_part_in_tiles_is_found(batch, monkeypatch):
+    plan = plimsoll.plan(Filtered(), batch, named_floor(refused(Filtered(), batch, BOTH)), loss=loss_of, allow=BOTH)
+    right = plimsoll.verify(Filtered(), batch, plan, loss=loss_of, steps=1)
+    take, taken = tiles._Sums.take, []
+    monkeypatch.setattr(tiles._Sums, "take", lambda *a: taken.append(take(*a)))
+    model = Filtered()
+    model.filter.register_hook(lambda gradient: gradient if not taken or taken.clear() else gradient.conj())
+
+    wrong = plimsoll.verify(model, batch, plan, loss=loss_of, steps=1)
+
+    assert right.verdict is ReceiptVerdict.WITHIN_ROUNDING
+    assert right.tile_rounding.compared == 13
+    assert wrong.verdict is ReceiptVerdict.GRADIENTS_DIFFER
+    assert wrong.tile_rounding.exceeding == ("filter",)
+
+
 def test_tile_without_recompute_is_refused(batch):
     with pytest.raises(InvalidStrategy, match="'tile' without 'recompute'"):
         plimsoll.plan(Model(), batch, budget="1MiB", loss=loss_of, allow=("tile",))

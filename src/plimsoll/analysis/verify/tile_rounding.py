@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map_only
 
 from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.receipt import MOST_ROUNDING, TileRounding
+from plimsoll.engine.sensing import squared_distance, squared_norm
 from plimsoll.engine.tiles import in_tiles
 from plimsoll.session.task import TrainingTask
 from plimsoll.session.training_step import TrainingStep, copies, relative_error
@@ -63,9 +64,9 @@ def _compared(plain: _Gradients, tiled: _Gradients, exact: _Gradients, *, is_wit
             if (before is None) is not (after is None):
                 exceeding.append(name)
             continue
-        norm = float(reference.double().norm())
-        before_error = float((before.double() - reference.double()).norm())
-        after_error = float((after.double() - reference.double()).norm())
+        norm = math.sqrt(squared_norm(reference))
+        before_error = math.sqrt(squared_distance(reference, before))
+        after_error = math.sqrt(squared_distance(reference, after))
         # A gradient cannot be nearer than its own dtype allows, so that much does not count.
         unavoidable = torch.finfo(before.dtype).eps * norm
         ratios[name] = after_error / max(before_error, unavoidable, math.ulp(0.0))
@@ -90,8 +91,14 @@ def _gradients(step: TrainingStep) -> _Gradients:
 
 
 def _in_float64(task: TrainingTask) -> TrainingStep:
-    def widened(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.detach().double().requires_grad_(tensor.requires_grad) if tensor.is_floating_point() else tensor
+    args, kwargs = tree_map_only(
+        torch.Tensor, lambda tensor: _widened(tensor).requires_grad_(tensor.requires_grad), task.call()
+    )
+    return TrainingStep(copy.deepcopy(task.model)._apply(_widened), args, kwargs, loss=task.loss)
 
-    args, kwargs = tree_map_only(torch.Tensor, widened, task.call())
-    return TrainingStep(copy.deepcopy(task.model).double(), args, kwargs, loss=task.loss)
+
+def _widened(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor in float64, or in complex128 if it is complex."""
+    if tensor.is_complex():
+        return tensor.detach().to(torch.complex128)
+    return tensor.detach().double() if tensor.is_floating_point() else tensor.detach()
