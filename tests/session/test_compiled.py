@@ -164,6 +164,18 @@ def test_torchs_memory_budgets_are_compared_with_plans_and_draw_other_masks(bloc
 
 
 @pytest.mark.long
+def test_peaks_of_torchs_own_methods_count_the_state_that_the_optimizer_has_not_made_yet() -> None:
+    model, batch = _mixed(lambda model: model.compile(dynamic=False)), torch.randn(64, 32)
+    state_bytes = 2 * sum(parameter.nbytes for parameter in model.parameters())
+    peaks = []
+    for optimizer in (None, torch.optim.AdamW(model.parameters(), foreach=False)):
+        found = plimsoll.compare(model, batch, ["checkpoint"], loss=torch.sum, optimizer=optimizer, steps=1)
+        peaks.append((found.baseline_peak_bytes, found.rows[0].measured_peak_bytes))
+    for before, after in zip(*peaks, strict=True):
+        assert after - before >= state_bytes
+
+
+@pytest.mark.long
 def test_checkpointing_under_torch_compile_is_compared_with_plans(blocks: Model) -> None:
     model, batch = blocks
     forwards = [block.__dict__.get("forward") for block in model.transformer.h]

@@ -29,7 +29,7 @@ from plimsoll.artifacts.comparison import Comparison, ComparisonRow
 from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.progress import Progress, part_of, silent
 from plimsoll.artifacts.receipt import finite
-from plimsoll.artifacts.trace import Category
+from plimsoll.artifacts.trace import Trace
 from plimsoll.errors import InvalidStrategy
 from plimsoll.planning.costing.roofline import is_product
 from plimsoll.planning.strategies import CHECKPOINT, MEMORY_BUDGET, SELECTIVE, is_torchs_own
@@ -43,6 +43,7 @@ from plimsoll.session.task import TrainingTask
 from plimsoll.session.training_step import TrainingStep
 from plimsoll.tracing.compiled.units import Unit, install, split_regions
 from plimsoll.tracing.meters.timing import Timing, paired_ratio, time_in_turns
+from plimsoll.tracing.optimizer import state_bytes
 from plimsoll.tracing.recorder.calling import Loss
 from plimsoll.tracing.recorder.untouched import untouched
 from plimsoll.units import check_count
@@ -149,7 +150,7 @@ def compare(
             plans = _plan_all(planner, task.step(), part_of(report, 0.35, 0.5))
             managers = plans | {name: of(task, options.regions) for name, of in own.items()}
             with agreement.stepping(), untouched(model, planner.trace.written):
-                measured = _measure(task, planner.trace.written, managers, steps, part_of(report, 0.5, 1.0))
+                measured = _measure(task, planner.trace, managers, steps, part_of(report, 0.5, 1.0))
         found = Comparison(
             model=planner.trace.model,
             signature=planner.trace.signature,
@@ -241,21 +242,19 @@ def _predicted(name: str, plan: Plan) -> ComparisonRow:
 
 def _measure(
     task: TrainingTask,
-    written: Collection[str],
+    trace: Trace,
     managers: Mapping[str, Plan | TorchsOwn],
     rounds: int,
     report: Progress,
 ) -> _Measured:
     """Run the step under every strategy that can be applied, then time all of them in interleaved rounds.
 
-    The step without a plan is timed too. Return the peaks, gradients and times.
+    The step without a plan is timed too. Return the peaks, gradients and times. Peaks count all of the optimizer's state, also
+    what the optimizer has not made yet.
     """
-    step = task.step(written=written)
+    step = task.step(written=trace.written)
     usable = {name: each for name, each in managers.items() if not isinstance(each, Plan) or each.status.is_usable}
-    plans = [each for each in managers.values() if isinstance(each, Plan)]
-    absent_bytes = step.absent_state_bytes(
-        max((each.classes.get(Category.OPTIMIZER_STATE, 0) for each in plans), default=0)
-    )
+    absent_bytes = step.absent_state_bytes(sum(sum(sizes) for sizes in state_bytes(trace).values()))
     report("running the unmanaged step", 0.0)
     evidence = collect_evidence(step, Depth())
     baseline_peak_bytes = step.measure_peak().peak_bytes + absent_bytes
