@@ -37,7 +37,7 @@ from plimsoll.errors import InvalidModel, TracingFailed
 from plimsoll.tracing.fake import KnownValues, fake_like
 from plimsoll.tracing.fsdp2 import every_parameter
 from plimsoll.tracing.kernels import runs_gpu_kernels
-from plimsoll.tracing.local_tensors import dense_parts
+from plimsoll.tracing.local_tensors import dense_parts, local_of
 from plimsoll.tracing.refusals import first_line
 from plimsoll.tracing.tracer import StepTracer
 from plimsoll.tracing.zero import partitions
@@ -277,9 +277,13 @@ def state_bytes(trace: Trace) -> dict[str, list[int]]:
     found: dict[str, list[int]] = {}
     for storage in trace.storages:
         if storage.category is Category.OPTIMIZER_STATE:
-            name = storage.label.removeprefix(_STATE).rpartition(".")[0]
-            found.setdefault(name, []).append(storage.bytes)
+            found.setdefault(parameter_of_state(storage), []).append(storage.bytes)
     return found
+
+
+def parameter_of_state(storage: Storage) -> str:
+    """Return the name of the parameter of a storage of optimizer state."""
+    return storage.label.removeprefix(_STATE).rpartition(".")[0]
 
 
 def _with_step(trace: Trace, log: OptimizerLog) -> Trace:
@@ -326,6 +330,12 @@ def parameter_names(optimizer: Optimizer, model: nn.Module) -> dict[int, str]:
     devices = {parameter.device for parameter in model.parameters()}
     others = (each for each in _parameters(optimizer) if id(each) not in names and each.device in devices)
     return names | {id(each): f"outside of the model.{number}" for number, each in enumerate(others)}
+
+
+def parameter_sizes(optimizer: Optimizer, model: nn.Module) -> dict[str, int]:
+    """Return the number of elements of each parameter of the optimizer, by name. A sharded parameter counts its local shard."""
+    names = parameter_names(optimizer, model)
+    return {names[id(each)]: local_of(each).numel() for each in _parameters(optimizer) if id(each) in names}
 
 
 def needs_closure(optimizer: Optimizer) -> bool:

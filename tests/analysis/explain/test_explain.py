@@ -210,6 +210,15 @@ def test_both_forms_of_checkpointing_are_watched(checkpointed: Explanation):
         assert explanation.resident_bytes < 0.7 * explanation.plain_resident_bytes
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_state_in_8_bits_takes_a_byte_for_each_element_and_a_scale_for_256(dtype: torch.dtype):
+    model = nn.Linear(512, 512, bias=False, dtype=dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    explanation = plimsoll.explain(model, torch.randn(4, 512, dtype=dtype), loss=torch.sum, optimizer=optimizer)
+    lowered_bytes = change(explanation, "optimizer state in 8 bits").lowers_bytes
+    assert lowered_bytes == pytest.approx(2 * 512 * 512 * (dtype.itemsize - 1 - 4 / 256), rel=1e-3)
+
+
 def test_optimizer_gradients_and_offloading_belong_to_the_step():
     model = Rows()
     optimizer = torch.optim.AdamW(model.parameters(), foreach=True)

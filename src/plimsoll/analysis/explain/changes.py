@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +31,7 @@ from plimsoll.session.compiled import trace_compiled
 from plimsoll.session.options import PlanOptions
 from plimsoll.session.task import TrainingTask
 from plimsoll.tracing.compiled.units import in_place
-from plimsoll.tracing.optimizer import with_options
+from plimsoll.tracing.optimizer import parameter_of_state, parameter_sizes, with_options
 from plimsoll.tracing.recorder.calling import Context
 from plimsoll.tracing.trace import trace as trace_step
 from plimsoll.tracing.trace import watch
@@ -256,7 +256,8 @@ class Changes:
                 continue
             self._add(f"optimizer with {option}", f"{name}(parameters, {option})", self._peak(trace), _REPLAYED)
         if any(s.category is Category.OPTIMIZER_STATE for s in self._subject.trace.storages):
-            peak = self._peak(with_eight_bit_state(self._subject.trace))
+            sizes = parameter_sizes(optimizer, self._step.task.model)
+            peak = self._peak(with_eight_bit_state(self._subject.trace, sizes))
             how = "use an 8-bit optimizer (bitsandbytes, torchao): one byte per number, one scale per 256 numbers"
             self._add("optimizer state in 8 bits", how, peak, _MODELLED)
 
@@ -321,12 +322,10 @@ def half_of(batch: Any) -> Any:
     return tree_map_only(torch.Tensor, lambda t: t[: size // 2] if t.dim() and t.shape[0] == size else t, batch)
 
 
-EIGHT_BIT_SHARE = (1 + 4 / 256) / 4
-"""Bytes of 8-bit optimizer state as a share of the bytes of float32 state: one byte per number, and one float32 scale per 256
-numbers.
-"""
-_LEAST_STATE_BYTES = 4096 * 4
-"""State tensors with fewer bytes than this stay in float32, as in 8-bit optimizers."""
+_EIGHT_BIT_BYTES = 1 + 4 / 256
+"""Bytes per number of 8-bit optimizer state: one byte, and one float32 scale per 256 numbers."""
+_LEAST_EIGHT_BIT_NUMBERS = 4096
+"""8-bit optimizers do not change state tensors with fewer numbers than this."""
 
 
 def with_storages(trace: Trace, change: Callable[[Storage], Storage]) -> Trace:
@@ -334,12 +333,19 @@ def with_storages(trace: Trace, change: Callable[[Storage], Storage]) -> Trace:
     return replace(trace, storages=tuple(map(change, trace.storages)))
 
 
-def with_eight_bit_state(trace: Trace) -> Trace:
-    """Return a copy of the trace with the optimizer's state in 8 bits per number instead of 32, as 8-bit optimizers hold it."""
+def with_eight_bit_state(trace: Trace, sizes: Mapping[str, int]) -> Trace:
+    """Return a copy of the trace with the optimizer's state in 8 bits per number, as 8-bit optimizers hold it.
+
+    ``sizes`` maps names of parameters to their numbers of elements. State that takes less than 8 bits for each element of its
+    parameter, such as Adafactor's factors, does not change.
+    """
 
     def change(storage: Storage) -> Storage:
-        if storage.category is not Category.OPTIMIZER_STATE or storage.bytes < _LEAST_STATE_BYTES:
+        if storage.category is not Category.OPTIMIZER_STATE:
             return storage
-        return replace(storage, bytes=int(storage.bytes * EIGHT_BIT_SHARE))
+        size = sizes.get(parameter_of_state(storage), 0)
+        if size < _LEAST_EIGHT_BIT_NUMBERS:
+            return storage
+        return replace(storage, bytes=min(storage.bytes, int(size * _EIGHT_BIT_BYTES)))
 
     return with_storages(trace, change)
