@@ -39,7 +39,7 @@ A process that runs forward and backward in one thread has one handle instead of
 _ACTIVATION_ERROR = {False: 0.02, True: 0.05}
 _TEMPORARY_ERROR = {False: 0.03, True: 0.15}
 """The relative errors of activations and of temporaries. The key says whether the trace had to assume a GPU's kernels, because
-the GPU is not here.
+this machine lacks the GPU.
 
 The masks, statistics and workspaces of such kernels differ between versions.
 """
@@ -100,7 +100,7 @@ class RankMemory:
     waiting_error: float = 0.0
     allocator: AllocatorUse | None = None
     has_stand_ins: bool = False
-    """Whether the trace had to assume which kernels the device runs, because the device is not here.
+    """Whether the trace had to assume which kernels the device runs, because this machine lacks the device.
 
     This is so for each device with a caching allocator.
     """

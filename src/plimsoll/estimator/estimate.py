@@ -55,7 +55,7 @@ def estimate(
     loss: Callable[[Any], torch.Tensor] | None = None,
     progress: Progress | None = None,
 ) -> Estimate:
-    """Estimate what training needs on devices that are not here: memory by item, the moment of the peak, and speed.
+    """Estimate what training needs on devices that this machine lacks: memory by item, the moment of the peak, and speed.
 
     One rank's step is traced with fake tensors and the device's kernels, then cut into pipeline stages and sharded. It does not
     need weights or a GPU. The answer for a catalogue name or a ``config.json`` is stored in the user's cache directory, so the

@@ -82,13 +82,13 @@ def sense_forms(step: TrainingStep, trace: Trace, costs: Costs, lowest: Plan, op
     The model must not be managed. It is restored afterwards.
 
     Raises:
-        TracingFailed: the trace was made for a device that is not here.
+        TracingFailed: the trace was made for a device that this machine lacks.
     """
     if trace.is_fake:
         raise TracingFailed(
             "Compression and offloading cannot be planned from a fake trace.",
             why="a codec's size and error depend on the values, and a link's speed depends on the machine",
-            next="plan with allow='recompute' for a device that is not here, or plan on the device itself",
+            next="plan with allow='recompute' for a device that this machine lacks, or plan on the device itself",
         )
     sensor = Sensor(_codecs(options), _sampled(trace), wants_sensitivity=options.wants_lossy)
     with untouched(step.model, lowest.written):

@@ -78,7 +78,7 @@ def plan(
             ``selective:attention|mlp|norm|<op list>``, ``int8``, ``int4``, ``fp8``, ``offload``, ``offload-inputs``,
             ``hybrid:N,k``.
         regions: module paths, ``*`` for one level (``"model.layers.*"``); by default the repeated blocks.
-        device_profile: plan for a device that is not here, from the catalogue (``"H100-SXM"``).
+        device_profile: plan for a device that this machine lacks, from the catalogue (``"H100-SXM"``).
         allow: what the plan may do other than keep: ``recompute``, ``compress`` (codecs), ``offload`` (to pinned host memory
             from a GPU, else to disk), ``tile`` (run row-wise parts such as MLPs a few rows at a time; gradients are then equal
             up to rounding, not bit for bit), ``offload-state`` (keep optimizer state in host memory or on disk between steps),

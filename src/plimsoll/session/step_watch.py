@@ -1,7 +1,7 @@
 """Follows the training steps of a model by its calls: where a step begins and ends, what is new about it, and its peak.
 
-A step begins with the first call whose graph waits for a backward. It ends before the next call that begins while no graph
-waits. On a CPU only some steps are metered (see ``situations``); in every step, the allocated bytes are read at four moments
+A step begins with the first call that makes an autograd graph. It ends before the next call that begins after
+backward. On a CPU only some steps are metered (see ``situations``); in every step, the allocated bytes are read at four moments
 (see ``step_levels``). On CUDA the allocator's peak counter is read after every backward and never reset.
 """
 

@@ -80,7 +80,7 @@ Managing = Callable[[Plan], contextlib.AbstractContextManager[object]]
 def run_trial(
     step: TrainingStep, plan: Plan, gradients: Gradients | None = None, managing: Managing | None = None
 ) -> TrialRun:
-    """Run a plan and return its peaks (recording step and steady step) and its error compared with the unmanaged (without a
+    """Run a plan and return its peaks (first step and later steps) and its error compared with the unmanaged (without a
     plan) ``gradients``.
 
     What the plan records is discarded, unless ``managing`` is given. A ``managing`` context keeps records, also those of
@@ -100,7 +100,7 @@ def run_trial(
             if plan.backward_steps is not None:
                 step.run()  # the measured steps have freed their gradients
             error = relative_error(gradients, step.gradients())
-    # Add state that does not exist yet to the recording step too: a resumed training, or `verify`, records the plan when the
+    # Add state that does not exist yet to the first step too: a resumed training, or `verify`, records the plan when the
     # state exists. When it was added to the steady step alone, 5 of 8 plans were up to 1% over their budget there.
     absent_bytes = step.absent_state_bytes(planned_state_bytes(plan), plan.state)
     taken_bytes = max(recording.peak_bytes, steady.peak_bytes)

@@ -639,8 +639,8 @@ def find_rowwise_calls(
         batch: the arguments of the model: a tensor (one argument), a tuple (positional) or a mapping (keywords).
         regions: patterns of the modules that are planned, as for `plimsoll.tracing.trace.trace`. A module that contains a
             planned module is never returned.
-        device_name: the name of a device that is not here. Then the forward runs with fake tensors, as it does for a model on
-            the meta device.
+        device_name: the name of a device that this machine lacks. Then the forward runs with fake tensors, as it does for
+            a model on the meta device.
 
     Example:
         >>> mlp = nn.Sequential(nn.Linear(4, 16), nn.GELU(), nn.Linear(16, 4))

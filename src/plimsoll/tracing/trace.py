@@ -94,8 +94,8 @@ def trace(
         optimizer: an optimizer of the model's parameters. Its state and its step then belong to the trace.
         regions: the modules to plan: patterns of module paths, or a mapping from path to module. The default are the model's
             repeated blocks.
-        device_name: the name of a device that is not here, to plan for that device. With ``None``, the plan is for the model's
-            device.
+        device_name: the name of a device that this machine lacks, to plan for that device. With ``None``, the plan is
+            for the model's device.
         repeats: how often the step is run on a real device. The first run is for structure and hidden workspaces. With 0, only
             that run happens, and ops are not timed.
         limit_bytes: the most that a timed run may take. Timed runs hold saved activations only if the step then stays below it.

@@ -74,7 +74,7 @@ def render_story(story: Story) -> RenderableType:
             (_HELD[is_held], text)
             for text, is_held in (
                 (
-                    f"every peak, also of the recording step, within the budget: {_budget(plan)}",
+                    f"every peak, also of the first step, within the budget: {_budget(plan)}",
                     not receipt.is_over_budget,
                 ),
                 (

@@ -330,7 +330,7 @@ def _hold_plan(
         baseline_losses=baseline_losses,
         measured_baseline_peak_bytes=baseline_peak_bytes + absent_bytes,
         measured_peak_bytes=steady_peak_bytes + absent_bytes,
-        # Without absent_bytes: in training, the recording step runs before the optimizer has made its state.
+        # Without absent_bytes: in training, the first step runs before the optimizer has made its state.
         measured_recording_peak_bytes=recording_peak_bytes,
         regions=outcomes,
         notes=(*_notes(step, plan, absent_bytes), *_notes_of_compiled(plan, rounding, error_of_torch)),

@@ -1,9 +1,9 @@
 """The training step of one model on one device at any micro-batch, and the best plan for it.
 
-The step is traced where it must be, and predicted from other traces where that is possible. If the device is not here, a trace
-takes seconds and does not allocate memory, and three sizes per structure determine all others. On the device itself, seconds
-are measured: the sizes that the search tries first are traced and timed, and sizes between two of them are predicted. If
-everything fits, the step is simulated without a plan; otherwise a plan is solved.
+The step is traced where it must be, and predicted from other traces where that is possible. If this machine lacks the device, a
+trace takes seconds and does not allocate memory, and three sizes per structure determine all others. On the device itself,
+seconds are measured: the sizes that the search tries first are traced and timed, and sizes between two of them are predicted.
+If everything fits, the step is simulated without a plan; otherwise a plan is solved.
 """
 
 from __future__ import annotations

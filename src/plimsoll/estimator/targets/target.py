@@ -27,9 +27,9 @@ class TargetOptions:
     """Options for building a target (a model with its batch) from a configuration. A target that is a function decides these
     itself.
 
-    With ``is_meta`` the model is on the meta device: enough to plan for a device that is not here. ``precision`` is ``None``
-    for the configuration's own dtypes. ``check`` receives the model on the meta device, before memory is allocated for it; it
-    raises if the model is too large.
+    With ``is_meta`` the model is on the meta device: enough to plan for a device that this machine lacks. ``precision`` is
+    ``None`` for the configuration's own dtypes. ``check`` receives the model on the meta device, before memory is allocated for
+    it; it raises if the model is too large.
     """
 
     batch: int | None = None

@@ -113,13 +113,13 @@ def _figures(receipt: Receipt) -> list[tuple[str, str]]:
         ("unmanaged peak", _peak(receipt.predicted_baseline_peak_bytes, receipt.measured_baseline_peak_bytes)),
     ]
     if receipt.measured_recording_peak_bytes is not None:
-        rows.append(("recording step", f"measured {format_bytes(receipt.measured_recording_peak_bytes)}"))
+        rows.append(("first step", f"measured {format_bytes(receipt.measured_recording_peak_bytes)}"))
     unmanaged = (receipt.measured_baseline_seconds, receipt.measured_baseline_spread_seconds)
     rows += [
         ("step", _seconds(receipt.predicted_seconds, receipt.measured_seconds, receipt.measured_spread_seconds)),
         ("unmanaged step", _seconds(receipt.predicted_baseline_seconds, *unmanaged)),
         *([] if receipt.confirmation is None else _confirmation(receipt.confirmation)),
-        *([] if is_own else [("droppable", _droppable(receipt))]),
+        *([] if is_own else [("recomputable", _recomputable(receipt))]),
         ("versions", ", ".join(f"{name} {version}" for name, version in sorted(receipt.versions.items()))),
     ]
     return rows
@@ -250,8 +250,8 @@ def _intermediate(intermediate: Intermediate) -> tuple[str, str, str]:
     return what, f"absolute {absolute}", f"relative {_difference(intermediate.max_relative_difference)}"
 
 
-def _droppable(receipt: Receipt) -> str:
-    """Return a text about how much a plan could save: the share of activations in regions that could be dropped.
+def _recomputable(receipt: Receipt) -> str:
+    """Return a text about how much a plan could save: the share of activations in regions that backward could recompute.
 
     Regions that keep everything under the plan were not measured.
     """
