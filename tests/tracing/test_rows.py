@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from torch import nn
@@ -137,6 +139,29 @@ def test_pointwise_convolutions_work_pixel_by_pixel_and_others_sample_by_sample(
 
     assert (calls["0.pointwise"].dim, calls["0.pointwise"].rows) == (2, 16)
     assert (calls["0.spatial"].dim, calls["0.spatial"].rows) == (0, 2)
+
+
+def test_a_call_that_raises_and_is_caught_does_not_hide_the_calls_around_it():
+    class Picky(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up = nn.Linear(16, 64)
+
+        def forward(self, x):
+            raise ValueError(self.up(x).shape)
+
+    def with_a_fallback(m, x):
+        with contextlib.suppress(ValueError):
+            x = m.picky(x)
+        return mlp(m, x)
+
+    blocks = [Block(with_a_fallback), Block(with_a_fallback)]
+    for block in blocks:
+        block.inner.picky = Picky()
+    calls = find_rowwise_calls(nn.Sequential(*blocks), torch.randn(2, 24, 16))
+    call = calls["0.inner"]
+    assert calls.keys() == {"0.inner", "1.inner"}
+    assert (call.path, call.dim, call.rows, call.outputs) == ("0.inner", 1, 24, (1,))
 
 
 def test_a_module_with_a_hook_on_a_part_is_not_cut():

@@ -139,7 +139,8 @@ class RowFollower(TorchDispatchMode):
         hooks = []
         for path, module in modules.items():
             hooks.append(module.register_forward_pre_hook(self._opener(path), with_kwargs=True))
-            hooks.append(module.register_forward_hook(self._closer(path), with_kwargs=True))
+            # also after a forward that raised: the code around it may catch the error
+            hooks.append(module.register_forward_hook(self._closer(path), with_kwargs=True, always_call=True))
         try:
             yield
         finally:
