@@ -76,6 +76,8 @@ def quiet() -> Iterator[None]:
             os.dup2(real, _STDOUT)
             os.close(real)
             heard.seek(0)
-            for line in heard:
-                if not line.startswith(_PREFIX):
-                    os.write(_STDOUT, line)
+            with (
+                contextlib.suppress(OSError),
+                os.fdopen(os.dup(_STDOUT), "wb") as out,
+            ):  # the reader of a pipe may be gone
+                out.writelines(line for line in heard if not line.startswith(_PREFIX))

@@ -172,6 +172,11 @@ def test_a_meter_whose_profiler_was_ended_by_another_says_that_nothing_was_measu
     assert "other code ended it" in raised.value.why
 
 
+def test_an_error_of_the_block_is_raised_even_if_another_profiler_ended_the_measurement():
+    with pytest.raises(ZeroDivisionError), PeakMeter(), torch.profiler.profile():
+        raise ZeroDivisionError
+
+
 @pytest.mark.long
 def test_an_error_while_memory_is_measured_ends_the_process_as_without_a_meter():
     code = "import plimsoll.tracing.meters.memory as m; m.PeakMeter('cpu').__enter__(); raise SystemExit(7)"

@@ -139,12 +139,17 @@ class PeakMeter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Stop measuring.
+        """Stop measuring. An error of the block itself is raised in place of ``MeasurementLost``.
 
         Raises:
             MeasurementLost: another profiler has ended the profiler of this meter.
         """
-        self.windows = self._meter.stop()
+        try:
+            self.windows = self._meter.stop()
+        except MeasurementLost:
+            if error is not None:  # the block's own error says more
+                return
+            raise
         self.peak_bytes = max(window.peak_bytes for window in self.windows)
         self.resident_bytes = self.windows[-1].resident_bytes
 
