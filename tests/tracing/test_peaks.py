@@ -58,6 +58,28 @@ def test_unmanaged_peak_is_predicted_within_one_percent(name: str):
     assert predicted == pytest.approx(measured_peak_bytes(model, batch), rel=0.01)
 
 
+def test_a_tensor_that_an_op_with_out_enlarges_counts_as_large_as_it_becomes():
+    class Repeating(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up = nn.Linear(64, 64)
+
+        def forward(self, x):
+            y = self.up(x)
+            rows = torch.empty(0)
+            with torch.no_grad():
+                torch.cat([y.detach()] * 32, out=rows)
+            return y * rows.mean()
+
+    model, batch = nn.Sequential(Repeating(), Repeating()), torch.randn(256, 64)
+    predicted = max(predicted_bytes(trace(model, batch, loss=torch.sum, repeats=1)))
+    model(batch).sum().backward()
+    with PeakMeter() as meter:
+        model.zero_grad()
+        model(batch).sum().backward()
+    assert predicted == pytest.approx(meter.peak_bytes + sum(p.nbytes for p in model.parameters()), rel=0.02)
+
+
 def test_peak_under_autocast_counts_the_cached_weight_casts():
     model, batch = zoo.llama()
     with torch.autocast("cpu", torch.bfloat16):

@@ -137,7 +137,7 @@ def _storages(
         found.append(
             Storage(
                 id=ids[storage],
-                bytes=first.bytes,
+                bytes=tracer.most_bytes[storage],
                 category=_category(log, storage, buffers),
                 label=buffers.get(storage) or ("constant" if is_unnamed else first.name),
                 born=tracer.born[storage],

@@ -214,7 +214,7 @@ class StepLog:
         """The total size in bytes of the storages that autograd saved in forward. Each storage counts once."""
         records = [*self.outside, *(record for region in self.regions for record in region.book.records)]
         storages = {record.storage for record in records if record.storage >= 0}
-        return sum(self.tracer.first_value(storage).bytes for storage in storages)
+        return sum(self.tracer.most_bytes[storage] for storage in storages)
 
 
 def run_step(

@@ -123,7 +123,7 @@ class OptimizerLog:
         return [
             Storage(
                 id=first_id + position,
-                bytes=tracer.first_value(storage).bytes,
+                bytes=tracer.most_bytes[storage],
                 category=Category.OPTIMIZER_STATE if storage in self.states else Category.TEMPORARY,
                 label=tracer.first_value(storage).name,
                 born=life(storage, born)[0],

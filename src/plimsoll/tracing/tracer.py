@@ -96,6 +96,8 @@ class StepTracer(OpRecorder):
         self._alive: dict[int, int] = {}
         """A mapping from address to id, for the storages that may be freed."""
         self._first: dict[int, int] = {}
+        self.most_bytes: dict[int, int] = {}
+        """The most bytes that each storage had. An op with ``out=`` may resize a storage."""
         self._clock = clock
         self._before_op = before_op
         self._on_node = on_node
@@ -263,6 +265,10 @@ class StepTracer(OpRecorder):
         fresh = super()._new_value(storage, tensor, origin, name, producer)
         self._first[storage] = fresh
         return fresh
+
+    def _append(self, value: RecordedValue) -> int:
+        self.most_bytes[value.storage] = max(value.bytes, self.most_bytes.get(value.storage, 0))
+        return super()._append(value)
 
 
 class OpTimer(StepTracer):

@@ -328,7 +328,8 @@ class OpRecorder(TorchDispatchMode):
         self, op: RecordedOp, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any], signature: Signature
     ) -> None:
         outputs = flat_tensors(out)
-        written_storages = {self.table.add(t) for t in self._written(op, args, kwargs, signature)}.union(op.undeclared)
+        written = {self.table.add(tensor): tensor for tensor in self._written(op, args, kwargs, signature)}
+        written_storages = written.keys() | set(op.undeclared)
         fresh = [t for t in outputs if is_plain(t) and self.table.find(t) < 0]
         if not written_storages and not fresh and all(is_plain(t) for t in outputs) and outputs:
             return
@@ -342,7 +343,11 @@ class OpRecorder(TorchDispatchMode):
         for storage in sorted(written_storages):
             old = self.values[self.current[storage]]
             is_only_write = len(written_storages) == 1 and not fresh
-            writes.append(self._new_version(old, stem if is_only_write else f"{stem}!{len(writes)}", op.id))
+            name = stem if is_only_write else f"{stem}!{len(writes)}"
+            size = (
+                written[storage].untyped_storage().nbytes() if storage in written else old.bytes
+            )  # out= may have resized it
+            writes.append(self._new_version(old, name, op.id, size))
         births: list[int] = []
         for position, tensor in enumerate(outputs):
             if not is_plain(tensor):
@@ -369,8 +374,8 @@ class OpRecorder(TorchDispatchMode):
         elif signature.is_collective:
             self._on_the_way |= written_storages.union(births)
 
-    def _new_version(self, old: RecordedValue, name: str, producer: int) -> int:
-        fresh = RecordedValue(len(self.values), old.storage, old.bytes, Origin.OP, name, old.base, producer)
+    def _new_version(self, old: RecordedValue, name: str, producer: int, size: int) -> int:
+        fresh = RecordedValue(len(self.values), old.storage, size, Origin.OP, name, old.base, producer)
         return self._append(fresh)
 
     def _new_value(self, storage: int, tensor: torch.Tensor, origin: Origin, name: str, producer: int) -> int:
