@@ -618,6 +618,48 @@ def test_vectors_of_a_running_step_of_lbfgs_are_counted_once():
     assert 0.8 * budget < max(peaks) <= budget
 
 
+class Wide(nn.Sequential):
+    """Most of its memory is in its weights."""
+
+    def __init__(self) -> None:
+        super().__init__(*(nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 64)) for _ in range(4)))
+
+
+@pytest.mark.long
+def test_every_growth_of_a_history_that_begins_in_mid_run_is_named():
+    """First Adam, then L-BFGS, as networks for differential equations are trained."""
+    torch.manual_seed(0)
+    batch, named = torch.randn(512, 64), [0.0]
+    with LiveStorages() as live, warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        model = Wide()
+        handle = plimsoll.attach(model, 12 * MIB)
+
+        def loss() -> torch.Tensor:
+            optimizer.zero_grad()
+            found = model(batch).square().mean()
+            found.backward()
+            return found
+
+        optimizer = torch.optim.Adam(model.parameters())
+        for _ in range(4):
+            live.begin()
+            loss()
+            optimizer.step()
+        optimizer = torch.optim.LBFGS(
+            model.parameters(), 0.1, max_iter=3, history_size=5, line_search_fn="strong_wolfe"
+        )
+        for _ in range(10):
+            live.begin()
+            optimizer.step(loss)
+            figures = re.findall(r"a training step took ([\d.]+) MiB", " ".join(str(each.message) for each in said))
+            named.append(max(map(float, figures), default=0.0) * MIB)
+        handle.remove()
+    assert max(live.peaks[:4]) < 12 * MIB < 16 * MIB < max(live.peaks)
+    for peak, found in zip(live.peaks[4:-1], named[2:], strict=True):  # a step is named when the next one has begun
+        assert peak <= max(12 * MIB, 1.01 * found)
+
+
 @pytest.mark.long
 def test_the_second_call_of_attach_holds_no_copies_of_buffers_over_the_budget():
     def make() -> nn.Module:

@@ -40,6 +40,7 @@ from plimsoll.session.batch_shapes import Shapes, covers, shown, standing_in
 from plimsoll.session.messages import warn, warn_of_floor
 from plimsoll.session.optimizer_watch import optimizer_in_view
 from plimsoll.session.options import PlanOptions
+from plimsoll.session.step_levels import is_more
 from plimsoll.session.step_planner import CLOSE, StepPlanner
 from plimsoll.session.task import TrainingTask
 from plimsoll.session.training_step import gradients_as_if
@@ -161,8 +162,10 @@ class ShapePlans:
         forwards wait for one backward, these are the largest shapes so far.
         """
         self._known: dict[Shapes, _Written] = {}
-        self._reported: set[Shapes] = set()
-        """Shapes that a message was about already: no plan fits them, or they cannot be traced."""
+        self._reported: dict[Shapes, int] = {}
+        """Shapes that a message was about already, because no plan fits them, or because they cannot be traced. For each, the
+        bytes by which the lowest plan was predicted to exceed the budget.
+        """
         self._unfitting: dict[Shapes, tuple[int, BudgetBelowFloor]] = {}
         """Shapes that no plan fits: for each, the bytes that were not enough and the error that was raised."""
         self._may_refuse, self._may_measure = may_refuse, may_measure
@@ -249,7 +252,7 @@ class ShapePlans:
         except PlimsollError as error:
             if self._agreement.size > 1 or not self._covering(shapes):
                 raise
-            self._reported.add(shapes)
+            self._reported.setdefault(shapes, 0)
             warn(
                 f"a batch of a new shape could not be traced, and runs under the plan of a larger batch: {error.found}"
             )
@@ -333,13 +336,16 @@ class ShapePlans:
             # batch can show whether they do.
             outside_bytes = round(self._room.account.outside_model * self._growth(known))
             if spare_bytes < 0:
-                self._report_floor(shapes, error, is_sure=spare_bytes + outside_bytes < 0)
+                self._report_floor(shapes, error, -spare_bytes, is_sure=spare_bytes + outside_bytes < 0)
             self.is_below_floor = True
         self._current = (known, found[1])
         return self._written(shapes, known, *found, signature)
 
-    def _report_floor(self, shapes: Shapes, error: BudgetBelowFloor, *, is_sure: bool) -> None:
+    def _report_floor(self, shapes: Shapes, error: BudgetBelowFloor, over_bytes: int, *, is_sure: bool) -> None:
         """Report that no plan fits a batch of these shapes: with an error, with a warning, or by measuring its step first.
+
+        ``over_bytes`` is the predicted excess under the plan with the lowest peak. The report is made again if it grows: the
+        history of an L-BFGS that was made in mid-run took steps to 27% above the floor that was named first.
 
         ``is_sure`` says that the prediction alone exceeds the budget, under every plan. A MAML loop had a batch without inner
         steps refused in mid-run, because the steps before had taken twice the model's memory for their inner steps.
@@ -353,9 +359,9 @@ class ShapePlans:
         is_new = shapes not in self._known
         if is_new and not may_be_too_high and self._may_refuse:
             raise error
-        if shapes in self._reported:
+        if shapes in self._reported and not is_more(over_bytes, self._reported[shapes], self._room.budget_bytes):
             return
-        self._reported.add(shapes)
+        self._reported[shapes] = over_bytes
         if self._may_measure and (may_be_too_high or not is_new):
             self.has_doubt = True
         else:
