@@ -54,6 +54,21 @@ def test_the_environment_variable_counts_only_for_plimsoll_run(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
+    "arguments",
+    [
+        ("-momentum", "0.9", "-lambda", "0.1", "-hidden", "64"),  # fairseq and others write long options with one dash
+        ("-m", "x", "-h", "--help", "--version"),
+        ("--", "--budget", "3"),
+    ],
+)
+def test_arguments_after_the_script_are_the_scripts_own(tmp_path: Path, arguments: tuple[str, ...]):
+    (tmp_path / "show.py").write_text("import sys; print(sys.argv[1:])")
+    run = start(tmp_path, "show.py", "--budget", "1GiB", *arguments)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout == f"{[each for each in arguments if each != '--']}\n"
+
+
+@pytest.mark.parametrize(
     ("arguments", "words"),
     some(
         [

@@ -42,11 +42,7 @@ for _section, _verbs in {
 }.items():
     for _verb in _verbs:
         app.command(cls=commands.Command, rich_help_panel=_section)(_verb)
-app.command(
-    cls=commands.Command,
-    rich_help_panel="Plan",
-    context_settings={"ignore_unknown_options": True},  # they belong to the script
-)(run.run)
+app.command(cls=run.RunCommand, rich_help_panel="Plan")(run.run)
 
 
 def _print_version(*, is_wanted: bool) -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import runpy
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from plimsoll.errors import InvalidBudget, InvalidTarget, PlimsollError
-from plimsoll.ui.cli import terminal
+from plimsoll.ui.cli import commands, terminal
 
 ENVIRONMENT = "PLIMSOLL_BUDGET"
 """The environment variable that has the budget if ``--budget`` is not given. Only ``plimsoll run`` reads it."""
@@ -34,6 +35,39 @@ BudgetOption = Annotated[
 ModuleOption = Annotated[bool, typer.Option("-m", help="SCRIPT is the name of a module, as for python -m.")]
 
 
+class RunCommand(commands.Command):
+    """The command ``plimsoll run``. Of the arguments after SCRIPT, only ``--budget`` is its own, as with ``python``."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the command line. Typer alone would take a script's ``-momentum`` for ``-m -o -m …``."""
+        own, scripts = _split(args)
+        return super().parse_args(ctx, [*own, "--", *scripts])
+
+
+def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the options of ``plimsoll run``, and SCRIPT with the script's arguments.
+
+    Example:
+        >>> _split(["-m", "train", "-momentum", "0.9", "--budget", "1GiB", "--", "--budget", "3"])
+        (['-m', '--budget', '1GiB'], ['train', '-momentum', '0.9', '--budget', '3'])
+    """
+    own: list[str] = []
+    scripts: list[str] = []
+    left = list(arguments)
+    while left:
+        word = left.pop(0)
+        if word == "--":
+            return own, [*scripts, *left]
+        if word == "--budget":
+            own += [word, *left[:1]]
+            del left[:1]
+        elif word.startswith("--budget=") or (word.startswith("-") and not scripts):
+            own.append(word)
+        else:
+            scripts.append(word)
+    return own, scripts
+
+
 def run(
     script: ScriptArgument,
     arguments: ArgumentsArgument = None,
@@ -45,7 +79,7 @@ def run(
 
     The budget is attached to the model that an optimizer trains, in the model's first training call, as by plimsoll.attach.
 
-    Arguments after SCRIPT that are not options of this command go to the script. After -- all arguments go to the script.
+    Arguments after SCRIPT go to the script, except --budget. After -- all arguments go to the script.
 
     Example: plimsoll run train.py --budget 70GiB …
     """
