@@ -24,6 +24,7 @@ from long_cases import some
 from metering import LiveStorages
 from plimsoll.artifacts.decision import Decision, Status
 from plimsoll.artifacts.plan import CompiledUnit, Plan, ValueDecision
+from plimsoll.artifacts.tile import Tile
 from plimsoll.errors import InvalidOption, PlanNotUsable
 from plimsoll.integrations import sac_policy
 from plimsoll.tracing.recorder.opkey import value_stem
@@ -235,7 +236,10 @@ def changed(**changes: Any) -> Plan:
 
 
 PACKED = ValueDecision(value="mlp::mm#0", decision=Decision.COMPRESS, bytes=64, form="int8")
+TILE = Tile(path="model.layers.0.mlp", count=8, rows=1024, inputs={"0": 1}, outputs=(1,))
 REFUSED = {
+    "tiled": (make_plan(tiles=(TILE,)), "sac", PlanNotUsable, "runs model.layers.0.mlp in 8 tiles"),
+    "of another framework": (make_plan(framework="jax"), "sac", PlanNotUsable, "the plan is for jax"),
     "compressed": (changed(decisions=(PACKED,)), "sac", PlanNotUsable, "holds mlp::mm#0 of model.layers.0 as int8"),
     "boundary": (changed(is_boundary_dropped=True), "sac", PlanNotUsable, "drops the input of model.layers.0"),
     "compiled": (make_plan(compiled=(CompiledUnit(path="", regions=()),)), "sac", PlanNotUsable, "partitioner"),

@@ -432,6 +432,10 @@ class Plan(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
     def _check_recomputing(self) -> None:
         """Raise ``PlanNotUsable`` if the plan does anything other than keep and recompute values, region by region."""
         why = "" if self.status.is_usable else f"its status is {self.status.value}"
+        if self.framework != "torch":
+            why = f"the plan is for {self.framework}, and a policy is for PyTorch"
+        if self.tiles:
+            why = f"the plan runs {self.tiles[0].path} in {self.tiles[0].count} tiles, and a policy cannot"
         if self.state is not None:
             why = f"the plan offloads the state of {self.state.optimizer}, and a policy decides about activations alone"
         if self.backward_steps is not None:
