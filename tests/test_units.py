@@ -7,7 +7,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plimsoll.errors import InvalidBudget
-from plimsoll.units import GIB, KIB, MIB, format_bytes, format_seconds, format_share, parse_budget, parse_bytes
+from plimsoll.units import (
+    GIB,
+    KIB,
+    MIB,
+    format_bytes,
+    format_bytes_up,
+    format_seconds,
+    format_share,
+    parse_budget,
+    parse_bytes,
+)
 
 
 @pytest.mark.parametrize(
@@ -72,6 +82,13 @@ def test_a_number_that_must_be_meant_in_gib_is_refused(amount: int):
 )
 def test_bytes_are_shown_in_binary_units(bytes_: int, text: str):
     assert format_bytes(bytes_) == text
+
+
+@pytest.mark.parametrize("share", [1.0, 7.26, 999.96, 1000.3, 1010.44, 1023.999])
+@pytest.mark.parametrize("unit", [1024, MIB, GIB])
+def test_bytes_that_are_rounded_up_are_enough_as_a_budget(share: float, unit: int):
+    bytes_ = int(share * unit)
+    assert bytes_ <= parse_bytes(format_bytes_up(bytes_)) <= 1.1 * bytes_
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(1.239, "1.24 s"), (0.014, "14.0 ms"), (8e-7, "0.8 µs")])

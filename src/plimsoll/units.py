@@ -152,13 +152,14 @@ def format_bytes_up(bytes_: int) -> str:
     """Return a number of bytes as text like ``format_bytes``, but rounded up, so that the text can serve as a budget.
 
     Example:
-        >>> format_bytes_up(1024 * 1024 + 1)
-        '1.1 MiB'
+        >>> format_bytes_up(1024 * 1024 + 1), format_bytes_up(1010 * 1024 * 1024 + 1)
+        ('1.1 MiB', '1011 MiB')
     """
     for power in (4, 3, 2, 1):
         scale = 1024**power
         if bytes_ >= scale:
-            return format_bytes(-(-bytes_ * 10 // scale) * scale / 10)
+            shown = 1 if bytes_ >= 1000 * scale else 10  # as many digits as `format_bytes` shows
+            return format_bytes(-(-bytes_ * shown // scale) * scale / shown)
     return format_bytes(bytes_)
 
 
