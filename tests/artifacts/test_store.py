@@ -158,3 +158,9 @@ def test_a_missing_file_is_a_plan_file_error(tmp_path: Path):
         load_plan(tmp_path / "none.json")
     assert isinstance(caught.value, plimsoll.PlimsollError)
     assert caught.value.exit_code == 2
+
+
+def test_a_file_is_written_under_any_name_that_the_disk_takes(tmp_path: Path):
+    path = tmp_path / f"{'計' * 78}.json"  # 239 bytes
+    write_whole("of a long name", path)
+    assert path.read_text() == "of a long name"

@@ -211,7 +211,7 @@ def whole_file(target: Path) -> Iterator[BinaryIO]:
             yield through
         return
     target = Path(os.path.realpath(target))
-    temporary = target.with_name(f".{target.name[:200]}.{secrets.token_hex(8)}{PART}")
+    temporary = target.with_name(f".{target.name[:50]}.{secrets.token_hex(8)}{PART}")
     mode = stat.S_IMODE(target.stat().st_mode) if target.exists() else None
     if mode is not None and not os.access(target, os.W_OK):
         raise PermissionError(errno.EACCES, "it already exists, and you do not have permission to write to it")
