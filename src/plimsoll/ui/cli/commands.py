@@ -7,7 +7,6 @@ off words on a narrow terminal.
 from __future__ import annotations
 
 import inspect
-import os
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import fields, is_dataclass
@@ -153,7 +152,7 @@ def command(function: Callable[..., R], *, plans_if_asked: bool = False) -> Call
         ]
 
     def run(**typed: Any) -> R:
-        with terminal.exit_codes(is_json=typed.get("json", False), speaks=os.environ.get("RANK", "0") == "0"):
+        with terminal.exit_codes(is_json=typed.get("json", False), speaks=terminal.is_first_rank()):
             early.refuse_early(run.__name__, typed, plans_if_asked=plans_if_asked)
             for line in early.notice(run.__name__, typed):
                 terminal.say_soon(line)

@@ -20,7 +20,7 @@ from plimsoll.estimator.targets.recipe import Recipe, check_target, find_recipe
 from plimsoll.estimator.targets.sizes import count_step_flops, parameter_bytes
 from plimsoll.estimator.targets.target import TargetOptions, refuse_sizes
 from plimsoll.planning.costing.host import host_memory_bytes
-from plimsoll.ui.cli import options
+from plimsoll.ui.cli import options, terminal
 from plimsoll.units import format_bytes, format_bytes_up
 
 _LARGEST = 2**63 - 1
@@ -72,7 +72,7 @@ def refuse_early(command: str, typed: Mapping[str, Any], *, plans_if_asked: bool
         _refuse_fit(typed)
     if command == "estimate":
         _refuse_estimate(typed)
-    if "RANK" in os.environ:  # ranks compare their errors later, and each holds only a part of the model
+    if terminal.is_under_torchrun():  # ranks compare their errors later, and each holds only a part of the model
         return
     _refuse_devices(command, typed)
     recipe = _recipe_of(typed)
@@ -206,7 +206,7 @@ def _refuse_files(typed: Mapping[str, Any]) -> None:
     for names, check in ((_FILES, check_place), (_FOLDERS, check_folder)):
         for place in (typed[name] for name in names if typed.get(name) is not None):
             check(place)
-    if "RANK" in os.environ:
+    if terminal.is_under_torchrun():
         return
     if "target" in typed:
         check_target(typed["target"])

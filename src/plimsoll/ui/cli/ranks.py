@@ -33,11 +33,6 @@ if TYPE_CHECKING:
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """The environment variables that torchrun sets for each process."""
-_RUN = "TORCHELASTIC_RUN_ID"
-"""torch recognises a process of torchrun by this environment variable.
-
-Other launchers set some of ``_VARIABLES`` for whole machines, so those do not prove that torchrun started the process.
-"""
 _LOADING_SECONDS = 600.0
 """How many seconds ranks wait for each other to load the target. They may build the same model at very different speeds."""
 _PARTING_SECONDS = 30.0
@@ -240,7 +235,7 @@ def one_process(command: str, *, is_json: bool = False) -> Iterator[None]:
     Raises:
         typer.Exit: with the error's code; under torchrun, with 0 on ranks other than the first.
     """
-    ranks = os.environ.get("WORLD_SIZE", "1") if _RUN in os.environ else "1"
+    ranks = os.environ.get("WORLD_SIZE", "1") if terminal.is_under_torchrun() else "1"
     with terminal.exit_codes(is_json=is_json):
         if ranks != "1":
             if os.environ.get("RANK") != "0":
@@ -249,7 +244,7 @@ def one_process(command: str, *, is_json: bool = False) -> Iterator[None]:
                 f"plimsoll {command} runs in one process, but torchrun started {ranks}.",
                 why="every process would repeat all the work, print it again and write the same files; only plan, verify, "
                 "compare and compress-gradients work on several ranks together",
-                next=f"run plimsoll {command} without torchrun; inside a process that torchrun started, remove {_RUN} from "
-                "the environment",
+                next=f"run plimsoll {command} without torchrun; inside a process that torchrun started, remove "
+                f"{terminal.TORCHRUN} from the environment",
             )
         yield

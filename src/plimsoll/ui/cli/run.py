@@ -83,12 +83,11 @@ def run(
 
     Example: plimsoll run train.py --budget 70GiB …
     """
-    speaks = os.environ.get("RANK", "0") == "0"
     try:
         _check(script, budget or os.environ.get(ENVIRONMENT), is_module=module)
         _run(script, arguments or [], budget or os.environ[ENVIRONMENT], is_module=module)
     except PlimsollError as error:
-        if speaks:
+        if terminal.is_first_rank():
             terminal.print_error(error)
         raise typer.Exit(error.exit_code) from error
 

@@ -54,8 +54,27 @@ def stderr() -> Console:
     return _guarded(_Console(stderr=True, highlight=False))
 
 
+TORCHRUN = "TORCHELASTIC_RUN_ID"
+"""torch recognises a process of torchrun by this environment variable. Other launchers set RANK for whole machines, each of
+which has a log of its own.
+"""
+
+
+def is_under_torchrun() -> bool:
+    """Return True if torchrun started this process."""
+    return TORCHRUN in os.environ
+
+
+def is_first_rank() -> bool:
+    """Return True if this process writes what all ranks of a torchrun have in common."""
+    return not is_under_torchrun() or os.environ.get("RANK", "0") == "0"
+
+
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 """Characters that control a terminal: escapes, marks that change the direction of text, and lone surrogates."""
+
+
+_BEYOND_ASCII = re.compile(r"[^\x00-\x7f]+")
 
 
 class _Shown(RenderHook):
@@ -92,9 +111,14 @@ def _guarded(console: Console) -> Console:
 
 
 def write_json(text: str) -> None:
-    """Write JSON to stdout and flush. Control characters are written as JSON escapes."""
+    """Write JSON to stdout and flush. Control characters are written as JSON escapes, and so are all characters beyond ASCII
+    if stdout is not UTF-8: JSON files are.
+    """
+    text = _CONTROLS.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+    if sys.stdout.encoding.lower().replace("-", "") != "utf8":
+        text = _BEYOND_ASCII.sub(lambda found: json.dumps(found[0])[1:-1], text)
     try:
-        sys.stdout.write(_CONTROLS.sub(lambda found: f"\\u{ord(found[0]):04x}", text) + "\n")
+        sys.stdout.write(text + "\n")
         sys.stdout.flush()
     except BrokenPipeError:  # the reader has closed the pipe
         _write_nowhere(1)
@@ -125,7 +149,7 @@ def show_progress(console: Console | None = None) -> Iterator[Report]:
         ...     report("tracing", 0.5)
     """
     with _solver_output_on_stderr():
-        yield from _show(console or _Console(stderr=True, highlight=False, quiet=os.environ.get("RANK", "0") != "0"))
+        yield from _show(console or _Console(stderr=True, highlight=False, quiet=not is_first_rank()))
 
 
 @contextlib.contextmanager
@@ -294,7 +318,7 @@ def say_soon(text: str) -> None:
 
     Only the first rank writes it.
     """
-    if os.environ.get("RANK", "0") == "0":
+    if is_first_rank():
         stderr().print(text, markup=False, soft_wrap=True)
 
 

@@ -8,7 +8,6 @@ get scikit-learn's digits if scikit-learn is installed. Examples do not overlap,
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,7 +23,7 @@ from plimsoll.estimator.targets.target import Target, TargetOptions, load_target
 from plimsoll.tracing.regions import find_regions
 from plimsoll.ui.cli.early import TrainedSize
 from plimsoll.ui.cli.options import Building, Compiled, OptimizerName, Planning
-from plimsoll.ui.cli.terminal import show_progress, stderr
+from plimsoll.ui.cli.terminal import is_first_rank, is_under_torchrun, show_progress, stderr
 from plimsoll.ui.demo.story import VOCABULARY, read_corpus
 
 if TYPE_CHECKING:
@@ -82,13 +81,13 @@ def load(
     with show_progress() as report:
         report(f"loading {text}", 0.0)
         target = load_target(text, how)
-        if not target.is_configured and "RANK" not in os.environ:
+        if not target.is_configured and not is_under_torchrun():
             # Whether all its parameters get a gradient is unknown before a trace, so only the parameters count.
             replace(_size(text, target.model, building), trained_bytes=0).refuse_under(budget)
         if compiled is not None:  # compile the whole model, or each repeated block separately
             for module in [target.model] if compiled is Compiled.WHOLE else find_regions(target.model).values():
                 module.compile()
-    for note in target.notes if os.environ.get("RANK", "0") == "0" else ():
+    for note in target.notes if is_first_rank() else ():
         stderr().print(f"Note: {note}", markup=False)
     trained = [parameter for parameter in target.model.parameters() if parameter.requires_grad]
     has_none = building.optimizer is OptimizerName.NONE or not trained
