@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import io
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -15,10 +16,21 @@ from rich.console import Console
 
 from plimsoll.artifacts.advice import CompilerCoverage, Recommendation
 from plimsoll.artifacts.store import Artifact, Reportable
-from plimsoll.ui.document import Check, Checks, Document, Element, Fold, NamedFigures, Paragraph, Table, opened
+from plimsoll.ui.document import (
+    Check,
+    Checks,
+    Document,
+    Element,
+    Fold,
+    NamedFigures,
+    Paragraph,
+    ShellCommand,
+    Table,
+    opened,
+)
 from plimsoll.ui.html.page import build_html
 from plimsoll.ui.plain import align, render_plain
-from plimsoll.ui.terminal import render_artifact
+from plimsoll.ui.terminal import render_artifact, render_elements
 from plimsoll.ui.views import view
 from plimsoll.ui.views.plan import group_regions
 from samples import make_comparison, make_mismatch, make_plan, make_receipt, make_region
@@ -192,6 +204,18 @@ def test_a_diagnosis_names_no_largest_part_where_nothing_takes_more_time():
     assert "The largest part is" in view(finding).statement
     gains = tuple(msgspec.structs.replace(part, seconds=-abs(part.seconds)) for part in finding.parts)
     assert "The largest part is" not in view(msgspec.structs.replace(finding, parts=gains)).statement
+
+
+@pytest.mark.parametrize("width", [30, 60, 200])
+def test_a_command_that_is_pasted_from_a_terminal_has_the_same_words(width: int):
+    command = (
+        "plimsoll plan 'a folder/my big model/config.json' --budget '70 GiB' --regions 'model.layers.*' -o plan.json"
+    )
+    console = Console(file=io.StringIO(), width=width)
+    for part in render_elements([ShellCommand(command)]):
+        console.print(part, crop=False)
+    pasted = console.file.getvalue().replace("\\\n", "")
+    assert shlex.split(pasted) == shlex.split(command)
 
 
 def test_columns_line_up():

@@ -237,6 +237,10 @@ def _render(element: Element) -> RenderableType | None:
             return None
 
 
+_SHELL_WORD = re.compile(r"""(?:'[^']*'|"[^"]*"|[^\s'"])+""")
+"""A word of a command, with its quotes. A line that ends within quotes would be another command."""
+
+
 @dataclass(frozen=True, slots=True)
 class _ShellLines:
     """A command for ``rich``, with its own indentation. A line that is too long ends with a backslash, for pasting."""
@@ -245,7 +249,7 @@ class _ShellLines:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         lines, room = ["  "], options.max_width - len(" \\")
-        for word in self.text.split(" "):
+        for word in _SHELL_WORD.findall(self.text):
             joined = f"{lines[-1]} {word}" if lines[-1].strip() else f"{lines[-1]}{word}"
             if len(joined) > room and lines[-1].strip():
                 lines[-1] += " \\"

@@ -42,6 +42,7 @@ def evidence() -> StepEvidence:
         items=48,
         items_name="examples",
         target="pkg:step",
+        again="plimsoll advise pkg:step --budget 1GiB",
     )
 
 

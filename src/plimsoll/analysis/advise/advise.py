@@ -165,6 +165,16 @@ def advise(
         items=items,
         items_name=items_name,
         target=target,
+        again=" ".join(
+            [
+                f"plimsoll advise {target}",
+                *([] if budget is None else [f"--budget {shlex.quote(wish.limit_text)}"]),
+                *([] if options.allow == _ALL else [f"--allow {','.join(options.allow)}"]),
+                *([f"--max-error {options.max_error:g}"] if options.max_error else []),
+                *wish.options,
+                *wish.offload_options,
+            ]
+        ),
     )
     advice = Advice(
         model=trace.model,

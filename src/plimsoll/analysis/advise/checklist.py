@@ -66,6 +66,8 @@ class StepEvidence:
     items: int
     items_name: str
     target: str
+    again: str
+    """The command that asks for the same advice again."""
 
     @property
     def managing(self) -> Plan | None:
@@ -103,8 +105,9 @@ class StepEvidence:
 
         It expects the plan in ``plan.json``. The command is shown if the user has not passed a receipt.
         """
-        again = f"plimsoll advise {self.target} --receipt receipt.json"
-        return f"plimsoll verify {self.target}{self._with_plan} -o receipt.json, then {again}"
+        return (
+            f"plimsoll verify {self.target}{self._with_plan} -o receipt.json, then {self.again} --receipt receipt.json"
+        )
 
     @property
     def curve_command(self) -> str:
@@ -112,12 +115,13 @@ class StepEvidence:
         return (
             f"plimsoll verify {self.target}{self._with_plan} --curve 100 -o receipt.json, or for lossy plans "
             f"plimsoll probe {self.target} --steps 1000{self._with_plan} -o verdict.json, "
-            f"then plimsoll advise {self.target} with what they wrote"
+            f"then {self.again} with what they wrote"
         )
 
     @property
     def _with_plan(self) -> str:
-        return "" if self.managing is None else " --plan plan.json"
+        # where no plan is recommended, one that recomputes everything shows most
+        return " --strategy full" if self.managing is None else " --plan plan.json"
 
 
 def check_all(evidence: StepEvidence) -> tuple[CheckItem, ...]:

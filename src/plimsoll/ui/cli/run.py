@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import runpy
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -100,7 +101,7 @@ def _check(script: str, budget: str | None, *, is_module: bool) -> None:
         raise InvalidBudget(
             "plimsoll run needs a budget.",
             why=f"neither --budget nor the environment variable {ENVIRONMENT} says how much memory a training step may take",
-            next=f"plimsoll run {script} --budget 70GiB, or --budget auto for the whole device",
+            next=f"plimsoll run {shlex.quote(script)} --budget 70GiB, or --budget auto for the whole device",
         )
     Budget.required(budget)
     if not is_module and not Path(script).is_file():

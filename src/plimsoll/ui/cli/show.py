@@ -5,6 +5,7 @@ Neither needs torch.
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -108,7 +109,7 @@ def _check_places(files: list[Path], output: Path | None, timeline: Path | None)
         raise InvalidReport(
             "The report has no output file.",
             why="neither --output nor --timeline was given",
-            next=f"run plimsoll report {' '.join(map(str, files))} -o page.html",
+            next=f"run plimsoll report {shlex.join(map(str, files))} -o page.html",
         )
     read = {file.resolve() for file in files}
     for place in places:

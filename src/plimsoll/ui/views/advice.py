@@ -25,6 +25,7 @@ from plimsoll.ui.document import (
     Fold,
     Paragraph,
     Section,
+    ShellCommand,
     Table,
     Tone,
     sentence,
@@ -86,7 +87,7 @@ def _reasons(advice: Advice) -> list[Element]:
     reasons = dict.fromkeys([*recommendation.reasons, bottleneck.summary])
     elements: list[Element] = [Paragraph(sentence(reason)) for reason in reasons]
     if recommendation.command:
-        elements.append(Paragraph(f"Command: {recommendation.command}"))
+        elements.append(ShellCommand(recommendation.command))
     elements.append(tabulate_parts(bottleneck.parts, f"Where the memory is ({bottleneck.moment})"))
     elements += [Paragraph(sentence(remedy)) for remedy in bottleneck.remedies if remedy not in recommendation.reasons]
     elements.append(
