@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -26,6 +27,7 @@ from plimsoll.units import format_bytes, format_bytes_up
 _LARGEST = 2**63 - 1
 _FILES = ("output", "save_plan", "revised_plan", "timeline", "export_sac", "save_device")
 _FOLDERS = ("plans", "run", "keep_traces")
+_READ = ("plan", "receipt", "verdict")
 """The options that name a folder to write to. ``_FILES`` has the options that name a file."""
 _WITHOUT_MODEL = ("estimate",)
 """Commands that never build the model in memory: they work with fake tensors, for devices of the catalogue."""
@@ -139,13 +141,13 @@ class TrainedSize:
         host_bytes = host_memory_bytes()
         if host_bytes is None or self.total_bytes <= host_bytes:
             return
-        asked = f" --budget {budget}" if budget else ""
+        asked = f" --budget {shlex.quote(budget)}" if budget else ""
         raise InvalidTarget(
             f"{self.target} needs {format_bytes(self.total_bytes)} for one training step, but this machine has "
             f"{format_bytes(host_bytes)}.",
             why=f"{self._parts()}; without --device-profile the model is built and run on this machine",
             next="name the device to plan for, which need not be here: "
-            f"plimsoll {command} {self.target}{asked} --device-profile H100-SXM",
+            f"plimsoll {command} {shlex.quote(self.target)}{asked} --device-profile H100-SXM",
         )
 
     def refuse_under(self, budget: str | None) -> None:
@@ -165,7 +167,7 @@ class TrainedSize:
             "activations.",
             why=f"{self._parts()}; all are in memory when the optimizer steps, whatever a plan does with activations",
             next=f"a budget above {format_bytes_up(self.total_bytes)}{''.join(narrower)}, or shards on several ranks: "
-            f"plimsoll estimate {self.target} --layout dp=8,zero=3",
+            f"plimsoll estimate {shlex.quote(self.target)} --layout dp=8,zero=3",
         )
 
     def _parts(self) -> str:
@@ -206,13 +208,37 @@ def _refuse_files(typed: Mapping[str, Any]) -> None:
     for names, check in ((_FILES, check_place), (_FOLDERS, check_folder)):
         for place in (typed[name] for name in names if typed.get(name) is not None):
             check(place)
+    _refuse_overwriting(typed)
     if terminal.is_under_torchrun():
         return
     if "target" in typed:
         check_target(typed["target"])
-    for name in ("plan", "receipt", "verdict"):
+    for name in _READ:
         if typed.get(name) is not None and not is_read_once(typed[name]):
             _read(name, typed[name])
+
+
+def _refuse_overwriting(typed: Mapping[str, Any]) -> None:
+    """Raise an error if an output would overwrite a file that the command reads, or two outputs have one path."""
+    read = [Path(typed[name]) for name in ("target", "file", *_READ) if typed.get(name) is not None]
+    written: dict[Path, str] = {}
+    for name in (name for name in _FILES if typed.get(name) is not None):
+        option, place = f"--{name.replace('_', '-')}", Path(typed[name])
+        if place.exists() and not place.is_file():  # a device or a pipe keeps nothing
+            continue
+        if place.exists() and any(each.exists() and each.samefile(place) for each in read):
+            raise InvalidOption(
+                f"{option} {place} would be overwritten.",
+                why="it is also a file that this command reads",
+                next=f"give {option} another name",
+            )
+        other = written.setdefault(place.resolve(), option)
+        if other != option:
+            raise InvalidOption(
+                f"{other} and {option} are both {place}.",
+                why="they are two files, and one would overwrite the other",
+                next="give them two different names",
+            )
 
 
 def _read(name: str, file: Path) -> None:
@@ -265,7 +291,8 @@ def _refuse_unchecked(typed: Mapping[str, Any]) -> None:
             f"verify was given nothing to verify on {recipe.name}.",
             why="without --plan, --budget or --strategy it checks the model's own activation checkpointing, and a model built "
             "from its configuration does not use any",
-            next=f"name one: plimsoll verify {typed['target']} --plan plan.json, or --budget 8GiB, or --strategy full",
+            next=f"name one: plimsoll verify {shlex.quote(typed['target'])} --plan plan.json, or --budget 8GiB, or "
+            "--strategy full",
         )
 
 
@@ -295,7 +322,7 @@ def _refuse_fit(typed: Mapping[str, Any]) -> None:
             f"--layout {typed['layout']} does not say how many ranks to divide the step over.",
             why="fit searches all layouts of a number of ranks; a single layout is estimated",
             next=f"write --layout ranks=8,{typed['layout']}, or run "
-            f"plimsoll estimate {typed['target']} --layout {typed['layout']}",
+            f"plimsoll estimate {shlex.quote(typed['target'])} --layout {typed['layout']}",
         )
     missing = {"--global-batch 512": typed["global_batch"], "--device-profile H100-SXM": typed["device_profile"]}
     lacking = [flag for flag, value in missing.items() if value is None]
@@ -420,7 +447,7 @@ def _refuse_large(command: str, typed: Mapping[str, Any], recipe: Recipe) -> Non
     if known is None or name not in set(options.OptimizerName):
         return
     optimizer = options.OptimizerName(name)
-    size = TrainedSize(target=recipe.name, parameters_bytes=known, trained_bytes=known, optimizer=optimizer)
+    size = TrainedSize(target=_target_of(typed), parameters_bytes=known, trained_bytes=known, optimizer=optimizer)
     if typed.get("device_profile") is None and typed.get("device", _HOST) == _HOST:
         size.refuse_on_this_machine(typed.get("budget"), command if "device_profile" in typed else "plan")
     size.refuse_under(typed.get("budget"))

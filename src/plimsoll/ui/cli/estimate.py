@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -345,7 +346,11 @@ def estimate(
                 techniques=given["techniques"],
                 progress=progress,
             )
-            return msgspec.structs.replace(found, run_tokens=run_tokens, hourly_price=prices.get(name))
+            found = msgspec.structs.replace(found, run_tokens=run_tokens, hourly_price=prices.get(name))
+            if run_tokens is not None and found.device_hours is None:
+                note = "--tokens and --price have no effect: the speed of this model is not in tokens per second"
+                found = msgspec.structs.replace(found, notes=(*found.notes, note))
+            return found
 
         with terminal.show_progress() as report:
             estimates = [ask(name, asked, report) for name in devices]
@@ -413,7 +418,8 @@ def _hand_over_several(estimates: Sequence[Estimate], to: options.Output) -> Non
     files = []
     for found in estimates if to.output is not None else ():
         assert to.output is not None
-        files.append(to.output.with_stem(f"{to.output.stem}-{found.device}"))
+        name = re.sub(r"[^\w.+-]", "-", found.device)  # such as H100-SXM@400Gb/s, where the slash would be a folder
+        files.append(to.output.with_stem(f"{to.output.stem}-{name}"))
         found.save(files[-1])
     if to.json:
         terminal.write_json("[" + ",\n".join(map(to_json, estimates)) + "]")
