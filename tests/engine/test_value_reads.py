@@ -332,3 +332,43 @@ def test_outcomes_count_recipes_and_second_runs():
             for outcome, count in zip(handle.outcomes(), reruns, strict=True)
         ]
         assert says == [count > 0 for count in reruns]
+
+
+class Spiking(nn.Module):
+    """Its state is a number after a reset and a tensor from the first time step on, as in libraries for spiking networks."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.potential, self.spikes = nn.Linear(WIDTH, WIDTH), 0.0, 0.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.potential = 0.9 * self.potential + self.inner(x)
+        spikes = torch.sigmoid(self.potential - 1.0)
+        self.spikes += float(spikes.detach().sum())
+        return spikes
+
+
+class OverTime(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.Sequential(*(Spiking() for _ in range(3)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            block.potential = 0.0
+        return torch.stack([self.blocks(x) for _ in range(4)]).mean(0)
+
+
+@pytest.mark.parametrize("verb", ["attach", "apply"])
+def test_an_attribute_that_is_a_number_first_and_then_a_tensor_is_no_error(verb: str):
+    torch.manual_seed(0)
+    plain = OverTime()
+    model = copy.deepcopy(plain)
+    if verb == "attach":
+        handle = plimsoll.attach(model, "1GiB")
+    else:
+        handle = plimsoll.apply(model, plimsoll.plan(model, rows_of(99), loss=mean_square, strategy="full"))
+    with handle:
+        for step in range(6):
+            assert all(map(torch.equal, gradients(plain, step), gradients(model, step))), step
+    assert [block.spikes for block in model.blocks] == [block.spikes for block in plain.blocks]

@@ -129,8 +129,11 @@ class SignatureReader:
                 self._ties.append((twin, index))
 
     def scalars(self) -> tuple[Any, ...]:
-        """Return the current values of all attributes of the region and its submodules that are numbers, bools or strings."""
-        return tuple([holder.get(name) for holder, name in self._scalars])
+        """Return the current values of all attributes of the region and its submodules that were numbers, bools or strings when
+        the region was scanned. For an attribute that has become something else, such as a tensor, return its type.
+        """
+        values = [holder.get(name) for holder, name in self._scalars]
+        return tuple([value if isinstance(value, _SCALARS) else type(value) for value in values])
 
     def _sources(self) -> tuple[list[torch.Tensor | None], tuple[bool, ...]]:
         """Return the current parameters and buffers of the region, and a tuple that says for each whether it requires a
