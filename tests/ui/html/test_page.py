@@ -6,11 +6,13 @@ import base64
 import hashlib
 import re
 from html.parser import HTMLParser
+from typing import Any
 
 import msgspec
 import pytest
 
 from plimsoll.artifacts.decision import Status
+from plimsoll.artifacts.receipt import Slope, TileRounding
 from plimsoll.artifacts.verdict import Ruling
 from plimsoll.errors import InvalidReport, PlanMismatch
 from plimsoll.ui.html.page import build_html
@@ -118,6 +120,23 @@ def test_a_page_of_a_plan_begins_with_four_numbers_and_a_list_of_contents():
     targets = [value for name, value in page.attributes if name == "href"]
     assert targets
     assert {f"#{value}" for name, value in page.attributes if name == "id"} >= set(targets)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"slope": Slope(expected=1.0, measured=0.5, measured_error=1e-6)}, "gradients differ from the receipt"),
+        (
+            {"tile_rounding": TileRounding(compared=3, difference=1e-7, worst_tensor="w", worst_ratio=1.1)},
+            "within rounding from the receipt",
+        ),
+    ],
+    ids=["slope", "tiles"],
+)
+def test_a_page_calls_gradients_equal_only_where_the_receipt_does(changes: dict[str, Any], words: str):
+    page = Parsed(build_html([make_plan(), make_receipt(**changes)])).text
+    assert words in page
+    assert "equal bit for bit from the receipt" not in page
 
 
 def test_a_receipt_of_another_plan_is_set_apart_in_no_colour():

@@ -25,7 +25,7 @@ from plimsoll.artifacts.estimate import Estimate
 from plimsoll.artifacts.files import write_whole
 from plimsoll.artifacts.lengths import SequenceLengths
 from plimsoll.artifacts.plan import Plan
-from plimsoll.artifacts.receipt import Receipt
+from plimsoll.artifacts.receipt import Receipt, ReceiptVerdict
 from plimsoll.artifacts.store import Artifact, Reportable
 from plimsoll.errors import InvalidReport, PlanMismatch
 from plimsoll.ui.document import (
@@ -227,7 +227,9 @@ def _numbers(artifacts: Sequence[Artifact], documents: Sequence[Document]) -> li
         cost = receipt.measured_seconds / before_seconds - 1
         spread = math.hypot(receipt.measured_spread_seconds, receipt.measured_baseline_spread_seconds) / before_seconds
         source = f"measured, ± {spread:.1%}; {format_more(plan.predicted_overhead)} predicted"
-    exact = "equal bit for bit" if receipt is not None and receipt.is_bit_equal else ""
+    exact = ""
+    if receipt is not None and receipt.is_bit_equal and receipt.tile_rounding is None:
+        exact = "" if receipt.verdict is ReceiptVerdict.GRADIENTS_DIFFER else "equal bit for bit"
     gradients = "not verified" if words is None else exact or str(words.word).replace("_", " ").lower()
     return [
         ("peak", f"{format_bytes(before)} → {format_bytes(peak)}", "measured" if is_measured else "predicted"),
