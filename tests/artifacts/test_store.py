@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
 from pathlib import Path
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 import plimsoll
 from plimsoll.artifacts.base import to_json
 from plimsoll.artifacts.files import write_whole
-from plimsoll.artifacts.store import Artifact, from_json, load_any, load_plan
+from plimsoll.artifacts.store import Artifact, from_json, is_saved, load_any, load_plan
 from plimsoll.errors import PlanFileError
 from samples import make_mismatch, make_plan, make_receipt
 from ui.view_samples import ARTIFACTS
@@ -158,6 +159,14 @@ def test_a_missing_file_is_a_plan_file_error(tmp_path: Path):
         load_plan(tmp_path / "none.json")
     assert isinstance(caught.value, plimsoll.PlimsollError)
     assert caught.value.exit_code == 2
+
+
+def test_a_saved_file_is_known_by_its_first_key(tmp_path: Path):
+    plan, packed, model = tmp_path / "plan", tmp_path / "plan.json.gz", tmp_path / "config.json"
+    make_plan().save(plan)
+    packed.write_bytes(gzip.compress(plan.read_bytes()))
+    model.write_text('{"_name_or_path": "plimsoll", "model_type": "llama"}')
+    assert [is_saved(path) for path in (plan, packed, model, tmp_path / "none")] == [True, True, False, False]
 
 
 def test_a_file_is_written_under_any_name_that_the_disk_takes(tmp_path: Path):

@@ -7,6 +7,7 @@ files contain only data.
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -37,6 +38,7 @@ Artifact = Reportable | Explanation | Fit | Traffic
 Kind = TypeVar("Kind", bound=ArtifactBase)
 
 _LIMITS = ReadLimits(most_bytes=128 * MIB)
+_BEGINNING = re.compile(rb"\s*\{\s*\"" + TAG.encode() + rb"\"\s*:")
 _MADE_BY = {
     Plan.KIND: "plimsoll plan TARGET --budget 70GiB --output plan.json",
     Receipt.KIND: "plimsoll verify TARGET --plan plan.json --output receipt.json",
@@ -46,6 +48,14 @@ _MADE_BY = {
 listed.
 """
 _KINDS: dict[str, type[Artifact]] = {kind.KIND: kind for kind in get_args(Artifact)}
+
+
+def is_saved(path: str | Path) -> bool:
+    """Return True if a file begins as all files of Plimsoll do. It may be gzipped."""
+    try:
+        return _BEGINNING.match(read_file(path, _LIMITS)) is not None
+    except FileRefused:
+        return False
 
 
 def from_json(text: str | bytes, *, source: str = "the text") -> Artifact:

@@ -106,6 +106,7 @@ REFUSED = {
     "explain targets:own --strategy evry:2": "closest: every:2",
     "explain targets:own --strategy full --plan plan.json": "--strategy and --plan were both given",
     "explain targets:own --plan missing.json": "cannot be read",
+    "explain targets:own --plan plan.json --regions layers.*": "--regions would have no effect beside --plan",
     "explain receipt.json": "holds a receipt, not a plan",
     "explain plan.json --strategy full": "would have no effect on a saved plan",
     f"{FIT} --budget 24G": "is ambiguous",

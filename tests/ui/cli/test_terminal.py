@@ -53,8 +53,9 @@ def test_a_closed_stdout_and_a_rank_of_another_launcher_change_nothing_but_the_o
         assert "Traceback" not in found.stderr
 
 
-def test_a_terminal_gets_a_bar():
+@pytest.mark.parametrize("stage", ["solving", "loading a[/b]/v[bold]x.json"])
+def test_a_terminal_gets_a_bar(stage: str):
     stream = io.StringIO()
     with show_progress(Console(file=stream, force_terminal=True, width=80)) as report:
-        report("solving", 1.0)
-    assert "solving" in stream.getvalue()
+        report(stage, 1.0)
+    assert stage in stream.getvalue()

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from plimsoll.artifacts.store import load_plan
+from plimsoll.artifacts.store import is_saved, load_plan
 from plimsoll.errors import InvalidStrategy
 from plimsoll.estimator.targets.recipe import check_target
 from plimsoll.ui.cli import commands, options, ranks, terminal
@@ -71,6 +71,12 @@ def explain(
                 why="a step can be explained under a strategy or under a plan, but not under both",
                 next="leave --strategy or --plan out",
             )
+        if regions and plan is not None:
+            raise InvalidStrategy(
+                "--regions would have no effect beside --plan.",
+                why="the plan names the modules that it decides about",
+                next="leave --regions out, or give a --strategy instead of the plan",
+            )
         loaded = work.load(subject, building, is_meta=device_profile is not None, compiled=compiled)
         explained = strategy or work.load_saved(plan)
         explanation = loaded.ask(plimsoll.explain, explained, regions=regions or None, device_profile=device_profile)
@@ -78,12 +84,8 @@ def explain(
 
 
 def _is_saved(target: str) -> bool:
-    """Return whether the argument names a JSON file that Plimsoll wrote, and not a model configuration."""
-    path = Path(target)
-    if path.suffix != ".json" or not path.is_file():
-        return False
-    with path.open("rb") as file:
-        return b'"plimsoll"' in file.read(256)
+    """Return whether the argument names a file that Plimsoll wrote, and not a model configuration."""
+    return Path(target).is_file() and is_saved(target)
 
 
 def _explain_saved(context: typer.Context, target: str, to: options.Output) -> None:

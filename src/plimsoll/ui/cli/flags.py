@@ -42,7 +42,7 @@ _FLAGS = {
 }
 """For each keyword of a public function, the option of the command line with the same meaning."""
 _LOSS = re.compile(r"(pass|give) loss=lambda output: \.\.\.")
-_SEVERAL = r"""\((?:\s*["'][^"']*["']\s*,?)+\)"""
+_SEVERAL = r"""[({](?:\s*["'][^"']*["']\s*,?)+[)}]"""
 _VALUE = rf"""{_SEVERAL}|"[^"]*"|'[^']*'|[^\s,;()"']+(?<![.:])|"""
 _OPTION = re.compile(rf"(?<![\w.\-])({'|'.join(_FLAGS)})=({_VALUE})")
 _WORDS = re.compile(r"""["']([^"']*)["']""")
@@ -52,8 +52,8 @@ def in_flags(text: str) -> str:
     """Return a part of an error message with options of Python functions written as options of the command line.
 
     Example:
-        >>> in_flags("pass allow=('recompute', 'offload'), or leave max_error out: budget='7GiB'")
-        'pass --allow recompute,offload, or leave --max-error out: --budget 7GiB'
+        >>> in_flags("pass allow=('recompute', 'offload') or allow={'recompute'}, leave max_error out: budget='7GiB'")
+        'pass --allow recompute,offload or --allow recompute, leave --max-error out: --budget 7GiB'
     """
     text = _LOSS.sub("let the target return (model, batch, loss), with a function loss(output)", text)
     text = _OPTION.sub(lambda found: _as_flag(*found.groups()), text)
@@ -65,7 +65,7 @@ _LEFT_OUT = re.compile(rf"\b(leave) ({'|'.join(name for name in _FLAGS if '_' in
 
 def _as_flag(name: str, value: str) -> str:
     words = _WORDS.findall(value)
-    if value.startswith("("):
+    if value.startswith(("(", "{")):
         value = ",".join(words)
     elif words:
         value = shlex.quote(words[0])

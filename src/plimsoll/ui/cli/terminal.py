@@ -176,7 +176,8 @@ def _show(console: Console) -> Iterator[Report]:
         with _line_reporter(console) as report:
             yield report
         return
-    columns = (TextColumn("[progress.description]{task.description}"), BarColumn(), TimeElapsedColumn())
+    # a stage may name the user's file, and brackets in it are not markup
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("starting", total=1.0)
 
