@@ -147,6 +147,39 @@ def test_a_frozen_model_that_gets_no_gradients_is_left_alone_without_a_word():
     assert handle.plan is None
 
 
+def adversaries(rows: Callable[[int], int], pairs: bool, budget: int | None = None) -> list[torch.Tensor]:
+    """Train a discriminator, and in between a generator through it while it is frozen. Return the weights of both."""
+    torch.manual_seed(0)
+    discriminator, generator = Stack(3, WIDTH), nn.Linear(WIDTH, WIDTH)
+    first, second = (torch.optim.SGD(each.parameters(), lr=1e-3) for each in (discriminator, generator))
+    if budget is not None:
+        plimsoll.attach(discriminator, budget, optimizer=first, verify_every=0)
+    for number in range(7):
+        torch.manual_seed(number)
+        fake, real = generator(torch.randn(ROWS, WIDTH)), torch.randn(ROWS, WIDTH)
+        batches = [fake.detach(), real] if pairs else [torch.cat([fake.detach(), real])]
+        sum(mean_square(discriminator(each)) for each in batches).backward()
+        first.step()
+        first.zero_grad()
+        discriminator.requires_grad_(False)
+        mean_square(discriminator(generator(torch.randn(rows(number), WIDTH)))).backward()
+        discriminator.requires_grad_(True)
+        second.step()
+        second.zero_grad()
+    return [each.detach() for model in (discriminator, generator) for each in model.parameters()]
+
+
+@pytest.mark.parametrize("pairs", [True, False], ids=["two forwards", "one forward"])
+@pytest.mark.parametrize("budget", [3 * 2**19, 2**30])
+@pytest.mark.parametrize("rows", [lambda number: ROWS, lambda number: 64 * (number + 1)], ids=["fixed", "growing"])
+def test_a_generator_trains_through_a_frozen_discriminator_in_every_state(
+    rows: Callable[[int], int], pairs: bool, budget: int
+):
+    """The discriminator's plans may be due in a call in which it is frozen. They are made in its next own call."""
+    expected = adversaries(rows, pairs)
+    assert all(map(torch.equal, expected, adversaries(rows, pairs, budget)))
+
+
 def test_a_plan_for_a_frozen_model_is_refused_as_before():
     model = Stack(3, WIDTH).requires_grad_(False)
 

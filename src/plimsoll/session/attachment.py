@@ -41,7 +41,7 @@ from plimsoll.errors import BudgetBelowFloor, InvalidBatch, InvalidRegions, Plan
 from plimsoll.session.account import MemoryAccount, PlanRoom, planned_state_bytes, predicted_before_optimizer
 from plimsoll.session.agreement import Agreement
 from plimsoll.session.backward_steps import LoopWatch, all_steps, check_steps_in_backward, with_backward_steps
-from plimsoll.session.batch_shapes import covers
+from plimsoll.session.batch_shapes import Shapes, covers
 from plimsoll.session.compiled_step import CompiledStep
 from plimsoll.session.eager_step import EagerStep
 from plimsoll.session.joint_traces import JointTraces, facts_of
@@ -357,7 +357,7 @@ class Attachment(ShowsFigures, RemovedAtEnd):
         if is_capturing(self._steps.device.type):
             self._refuse_unready(situation)  # keep the current plan: a CUDA graph that replays does not call this hook
             return
-        if self._is_waiting(args, kwargs):
+        if self._is_waiting(args, kwargs, situation.shapes):
             return
         self._calls += 1
         self._exchange += 1
@@ -384,16 +384,32 @@ class Attachment(ShowsFigures, RemovedAtEnd):
             self._known.served = situation.shapes
             self._steps.meter_if_new(args, kwargs, situation, self._known.metered)
 
-    def _is_waiting(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Return True if nothing is planned yet and this call trains no parameter. A loop may freeze the model for a while, for
-        instance to attack its input; planning waits until the model is trained.
+    def _is_waiting(self, args: tuple[Any, ...], kwargs: dict[str, Any], shapes: Shapes) -> bool:
+        """Return True if this call trains no parameter, and would have to be traced or measured.
+
+        A loop may freeze the model for a while, for instance to attack its input, or while a generator trains through it. Plans
+        are made in calls that train the model. Until then, the current plan stays.
         """
-        if self.state is not State.UNTRACED or self.agreement.size > 1 or _frozen(self.model) < _names(self.model):
+        if self.agreement.size > 1 or (self.state is State.RUNNING and not self._must_trace(shapes)):
             return False
-        if not self._has_waited and any(each.requires_grad for each in call_tensors(args, kwargs)):
+        if any(each.requires_grad for each in every_parameter(self.model)):
+            return False
+        is_untraced = self.state is State.UNTRACED
+        if is_untraced and not self._has_waited and any(each.requires_grad for each in call_tensors(args, kwargs)):
             self._has_waited = True
             warn_of_frozen(self.model)
+        if self.state is State.RUNNING and self._known.shaped is not None:
+            self._run(self._known.shaped.choose_unseen(shapes))  # its batch is new, so only the lowest plan is safe
         return True
+
+    def _must_trace(self, shapes: Shapes) -> bool:
+        """Return True if plans exist, and a call of these shapes would be traced for them."""
+        is_known = self._is_covered(shapes) if self._known.shaped is None else not self._known.shaped.lacks(shapes)
+        return self._known.traces_left > 0 or not is_known
+
+    def _is_covered(self, shapes: Shapes) -> bool:
+        """Return True if each shape gets plans of its own, or if the plan that all batches share is for shapes as large."""
+        return self._has_ladder or self.is_compiled or any(covers(each, shapes) for each in self._known.shapes)
 
     def _watch_parts(self) -> None:
         """Also follow steps that call the model's regions directly instead of the model."""
@@ -438,9 +454,7 @@ class Attachment(ShowsFigures, RemovedAtEnd):
         """
         planner, situation = self._planned_step.planner, call.situation
         begins = self._steps.is_between_steps
-        if not (
-            self._has_ladder or self.is_compiled or any(covers(each, situation.shapes) for each in self._known.shapes)
-        ):
+        if not self._is_covered(situation.shapes):
             return TrainingEvent.LARGER_BATCH
         if self._known.traces_left and begins:
             return TrainingEvent.RAN_MORE
@@ -1512,10 +1526,6 @@ def refuse_attached(model: nn.Module) -> None:
                 why="attach makes and applies plans by itself, and two plans cannot decide about the same tensors",
                 next="call remove() on the handle of plimsoll.attach before plimsoll.apply, or do not apply a plan",
             )
-
-
-def _names(model: nn.Module) -> frozenset[str]:
-    return frozenset(name for name, _ in model.named_parameters())
 
 
 def _frozen(model: nn.Module) -> frozenset[str]:
