@@ -165,16 +165,7 @@ def advise(
         items=items,
         items_name=items_name,
         target=target,
-        again=" ".join(
-            [
-                f"plimsoll advise {target}",
-                *([] if budget is None else [f"--budget {shlex.quote(wish.limit_text)}"]),
-                *([] if options.allow == _ALL else [f"--allow {','.join(options.allow)}"]),
-                *([f"--max-error {options.max_error:g}"] if options.max_error else []),
-                *wish.options,
-                *wish.offload_options,
-            ]
-        ),
+        again=_command(wish, options, has_budget=budget is not None),
     )
     advice = Advice(
         model=trace.model,
@@ -235,6 +226,15 @@ def _budget_bytes(budget: Budget, costs: Costs, trace: Trace) -> int | None:
     if budget == Budget() and runs_gpu_kernels(trace.device) and costs.memory_bytes is not None:
         budget = Budget(is_auto=True)
     return budget.bytes_on(costs)
+
+
+def _command(wish: Wish, options: PlanOptions, *, has_budget: bool) -> str:
+    """Return the command that asks for the same advice."""
+    words = [f"plimsoll advise {wish.target}"]
+    words += [f"--budget {shlex.quote(wish.limit_text)}"] if has_budget else []
+    words += [f"--allow {','.join(options.allow)}"] if options.allow != _ALL else []
+    words += [f"--max-error {options.max_error:g}"] if options.max_error else []
+    return " ".join([*words, *wish.options, *wish.offload_options])
 
 
 def _words(device_profile: str | None, regions: Sequence[str] | None) -> tuple[str, ...]:
