@@ -35,3 +35,12 @@ def test_of_many_recurrences_fewer_and_fewer_are_reported():
 def test_the_first_overrun_at_the_lowest_peak_is_new():
     assert reported([12, 11], is_lowest=True) == ["new", "new"]
     assert reported([12, 11]) == ["new", "again"]
+
+
+def test_kinds_of_steps_that_alternate_are_each_a_warning_once():
+    said = SaidOverruns()
+    steps = [("inner", 12), ("outer", 15), ("inner", 12), ("outer", 15), ("inner", 13)]
+    assert [said.is_new(peak_mib * MIB, cause) for cause, peak_mib in steps] == [True, True, False, False, True]
+    assert not said.is_new(15 * MIB, "outer")
+    assert said.is_logged()
+    assert said.recurrences == 1

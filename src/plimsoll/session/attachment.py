@@ -1204,11 +1204,12 @@ class Attachment(ShowsFigures, RemovedAtEnd):
             error_bytes = peak_bytes - predicted_before_optimizer(planner.own(plan))
             account = self._known.room.account
             self._known.corrected = account.measuring(max(account.measured_bytes() + over_bytes, error_bytes))
+        is_new = self._known.said.is_new(peak_bytes, cause, is_lowest=is_lowest)
         held_bytes = self._known.room.account.held_by_loop
         if held_bytes >= over_bytes:
             # Without these bytes the step would have kept to the budget: a model that was pruned between two steps.
             cause = f"{cause}; since plans were made, the training loop holds {format_bytes(held_bytes)} more"
-        if self._known.said.is_new(peak_bytes, cause, is_lowest=is_lowest):
+        if is_new:
             warn_of_overrun(peak_bytes, limit_bytes, cause, next_)
         elif self._known.said.is_logged():
             log_recurrence(peak_bytes, limit_bytes, self._known.said.recurrences, cause)

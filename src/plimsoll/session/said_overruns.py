@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from plimsoll.session.step_levels import is_more
 
 _EACH_OF = 8
@@ -10,24 +12,37 @@ fourth step (a penalty that is computed now and then), or in every step (quantiz
 """
 
 
+_Kind = tuple[str, bool]
+"""An overrun's cause, and whether the step ran under the plan with the lowest peak."""
+
+
 class SaidOverruns:
-    """Remembers the last overrun (a step that exceeded its budget) that a warning named, and how often it has come back."""
+    """Remembers the overruns (steps that exceeded their budget) that warnings named, and how often each kind has come back."""
 
     def __init__(self) -> None:
-        self._cause, self._bytes = ("", False), 0
-        self.recurrences = 0
-        """How often an overrun of the same cause, and of no more bytes, has come since the warning."""
+        self._bytes: dict[_Kind, int] = {}
+        self._recurrences: Counter[_Kind] = Counter()
+        self._latest: _Kind = ("", False)
+
+    @property
+    def recurrences(self) -> int:
+        """How often an overrun like the latest one, with no more bytes, has come since its warning."""
+        return self._recurrences[self._latest]
 
     def is_new(self, peak_bytes: int, cause: str = "", *, is_lowest: bool = False) -> bool:
-        """Return True if this overrun should be a warning: it has another cause than the last one, or took more bytes, or is
-        the first one under the plan with the lowest peak (``is_lowest``).
+        """Return True if this overrun should be a warning: no overrun of its cause was named, or it took more bytes than those,
+        or it is the first one under the plan with the lowest peak (``is_lowest``).
+
+        A loop may have several kinds of steps in turn. The inner steps of a MAML loop gave ten warnings in each outer step
+        while only the last one was remembered.
         """
-        if (cause, is_lowest) == self._cause and not is_more(peak_bytes, self._bytes):
+        self._latest = kind = (cause, is_lowest)
+        if kind in self._bytes and not is_more(peak_bytes, self._bytes[kind]):
             return False
-        self._cause, self._bytes, self.recurrences = (cause, is_lowest), peak_bytes, 0
+        self._bytes[kind], self._recurrences[kind] = peak_bytes, 0
         return True
 
     def is_logged(self) -> bool:
         """Count an overrun that is not new. Return True if it should be logged."""
-        self.recurrences += 1
+        self._recurrences[self._latest] += 1
         return self.recurrences <= _EACH_OF or self.recurrences.bit_count() == 1
