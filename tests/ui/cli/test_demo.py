@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fakes import FakeVerbs
+from plimsoll.errors import BudgetBelowFloor
 from plimsoll.ui.demo import story
 from plimsoll.ui.demo.story import Batches, read_corpus
 from plimsoll.ui.demo_terminal import draw_spark
@@ -36,6 +37,18 @@ def test_the_demo_fails_when_gradients_differ(run, verbs: FakeVerbs):
     verbs.receipt = make_receipt(gradient_mismatches=(make_mismatch(),))
     assert "✗ 11 of 12 gradients" in run("demo", "--steps", "2", "--budget", "64MiB", code=1).words
     assert verbs.calls[0][1]["budget"] == "64MiB"
+
+
+@pytest.mark.usefixtures("_small")
+def test_a_refused_demo_names_a_budget_and_no_option_that_it_lacks(run, monkeypatch: pytest.MonkeyPatch):
+    def refuse(*given: object) -> None:
+        raise BudgetBelowFloor(
+            "too little.", why="it is so", next='budget="90MiB" (94371840 bytes), or allow=("tile",)'
+        )
+
+    monkeypatch.setattr(story, "prepare", refuse)
+    said = run("demo", "--budget", "64MiB", code=3).err
+    assert "  next  --budget 90MiB (94371840 bytes)\n" in said
 
 
 def test_the_corpus_is_real_text_and_batches_repeat():

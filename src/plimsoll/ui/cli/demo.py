@@ -36,6 +36,7 @@ def demo(*, budget: DemoBudgetOption = BUDGET, steps: DemoStepsOption = 30, seed
 
     Takes a few minutes on a laptop. Exits with 1 if gradients, losses or weights differ anywhere.
     """
+    from plimsoll.errors import BudgetBelowFloor
     from plimsoll.estimator.targets.models import quiet_transformers
     from plimsoll.ui.demo import story
     from plimsoll.ui.demo.story import DemoSetup
@@ -47,7 +48,11 @@ def demo(*, budget: DemoBudgetOption = BUDGET, steps: DemoStepsOption = 30, seed
         setup = DemoSetup(steps=steps, seed=seed)
         console.print(render_introduction(setup))
         with terminal.show_progress() as report:
-            ready = story.prepare(setup, budget, report)
+            try:
+                ready = story.prepare(setup, budget, report)
+            except BudgetBelowFloor as error:
+                error.next = error.next.partition(", or ")[0]  # the demo has no option for other ways to a lower floor
+                raise
         console.print(render_preparation(ready))
         with _show_steps(console, ("plain PyTorch", "with Plimsoll"), steps) as (plainly, managed):
             told = story.compare_training(setup, ready, plainly, managed)
