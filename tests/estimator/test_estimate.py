@@ -312,3 +312,24 @@ def test_a_large_vocabulary_is_told_what_a_chunked_loss_would_take_off(tmp_path:
     (tmp_path / "config.json").write_text(json.dumps(config))
     found = plimsoll.estimate(str(tmp_path / "config.json"), 1, device="laptop-CPU", sequence=128)
     assert any("plimsoll.chunked.chunk_loss" in note for note in found.notes)
+
+
+def test_a_models_own_dtype_must_be_the_precision_that_the_estimate_names():
+    with torch.device("meta"):
+        model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8))
+    batch = torch.zeros(4, 8)
+
+    def parameter_bytes(**how: Any) -> int:
+        return bytes_of(plimsoll.estimate(model, batch, loss=lambda out: out.sum(), **how), "parameters")
+
+    sharded: dict[str, Any] = {"precision": "fsdp-bf16", "layout": "dp=2,zero=3"}
+    for how in ({"precision": "bf16"}, {"precision": "fp16"}, sharded):
+        with pytest.raises(InvalidTarget, match=r"needs parameters in .*float16; those of Sequential are in float32"):
+            parameter_bytes(**how)
+    whole = parameter_bytes(precision="fp32")
+    assert whole == parameter_bytes() == parameter_bytes(precision="bf16-mixed")
+    model, batch = model.bfloat16(), batch.bfloat16()
+    with pytest.raises(InvalidTarget, match="needs parameters in float32"):
+        parameter_bytes(precision="fp32")
+    assert parameter_bytes(precision="bf16") == whole // 2
+    assert parameter_bytes(**sharded) > 0

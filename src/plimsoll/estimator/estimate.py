@@ -25,7 +25,7 @@ from plimsoll.estimator.parallelism.layouts import check_layout, read_layout
 from plimsoll.estimator.setting import AUTO, NOTHING, Setting
 from plimsoll.estimator.setting_checks import check_auto, check_setting
 from plimsoll.estimator.targets.recipe import find_recipe
-from plimsoll.estimator.targets.target import Target
+from plimsoll.estimator.targets.target import Target, check_precision
 from plimsoll.estimator.targets.tracing import TraceRequest, target_facts, trace_target
 from plimsoll.estimator.techniques import with_techniques
 from plimsoll.estimator.trace_cache import AnswerCache, TracedTarget
@@ -69,7 +69,7 @@ def estimate(
         device: a name from the catalogue of devices.
         sequence: tokens per sample, before context parallelism splits them; by default the target's own.
         precision: ``fp32``, ``bf16``, ``fp16``, ``bf16-mixed``, ``fp16-mixed`` or ``fsdp-bf16``; by default the dtypes of the
-            model itself.
+            model itself. A model that is already built must have the dtype that it names (``bf16`` for ``fsdp-bf16``).
         optimizer: a name (``"adamw"``, ``"adamw-8bit"``, ``"sgd"``, ``"adafactor"``, ``"muon"`` …), or ``"none"``.
         has_master_weights: whether the optimizer keeps a copy in float32 of weights that have a narrower dtype.
         layout: how the job is spread over ranks: ``"dp=8,tp=8,sp,pp=16,zero=1,schedule=1f1b,micro-batches=64"``; by default one
@@ -303,6 +303,7 @@ def _given(
             why="the batch sets the sequence length",
             next="leave sequence= out, or pass a batch of that length",
         )
+    check_precision(model, precision, type(model).__name__)
     return Target(model=model, batch=batch, loss=explained_loss(loss), precision=precision)
 
 

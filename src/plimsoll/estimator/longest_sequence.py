@@ -31,7 +31,7 @@ from plimsoll.estimator.rank_estimates import StageOfRank
 from plimsoll.estimator.setting import EVERYTHING, NOTHING, Setting
 from plimsoll.estimator.setting_checks import check_longest, check_setting
 from plimsoll.estimator.targets.recipe import find_recipe
-from plimsoll.estimator.targets.target import Target, TargetOptions, load_target
+from plimsoll.estimator.targets.target import Target, TargetOptions, check_precision, load_target
 from plimsoll.estimator.targets.tracing import TraceRequest, target_facts, trace_target
 from plimsoll.estimator.techniques import with_techniques
 from plimsoll.estimator.trace_cache import AnswerCache, TracedTarget
@@ -241,6 +241,7 @@ class _Steps:
             loaded = load_target(target, TargetOptions(batch=batch, precision=request.precision))
         else:
             check_model(target)
+            check_precision(target, request.precision, type(target).__name__)
             loaded = Target(model=target, batch=batch, loss=explained_loss(loss), precision=request.precision)
         is_made = callable(loaded.batch) and not hasattr(loaded.batch, "shape")
         batches = MicroBatches(loaded.batch, _TRACED if is_made else None)

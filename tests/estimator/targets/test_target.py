@@ -148,9 +148,17 @@ def test_a_quantized_checkpoint_is_built_unquantized_and_says_so(config_file: Ca
     assert any("quantization_config" in note for note in target.notes)
 
 
-def test_a_precision_of_parameters_is_refused_for_a_function():
-    with pytest.raises(InvalidTarget, match="--precision would not have an effect"):
-        load_target("some.module:function", TargetOptions(precision=Precision.BF16))
+def linear_in_bf16() -> tuple[torch.nn.Module, torch.Tensor]:
+    return torch.nn.Linear(4, 4, dtype=torch.bfloat16), torch.ones(2, 4)
+
+
+def test_a_precision_must_be_that_of_a_functions_parameters():
+    name = f"{__name__}:linear_in_bf16"
+    for precision in (Precision.FP32, Precision.FP16):
+        with pytest.raises(InvalidTarget, match=rf"needs parameters in .*; those of {name} are in bfloat16"):
+            load_target(name, TargetOptions(precision=precision))
+    for precision in (Precision.BF16, Precision.BF16_MIXED):
+        assert load_target(name, TargetOptions(precision=precision)).precision is precision
 
 
 DENOISERS = {

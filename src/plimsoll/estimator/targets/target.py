@@ -7,6 +7,7 @@ import importlib
 import itertools
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -99,7 +100,6 @@ def refuse_sizes(text: str, options: TargetOptions) -> None:
             ("--batch", options.batch is not None),
             ("--seq", options.sequence is not None),
             ("--device", options.device != _HERE),
-            ("--precision", options.precision is not None and not options.precision.is_mixed),
         )
         if is_given
     ]
@@ -109,6 +109,33 @@ def refuse_sizes(text: str, options: TargetOptions) -> None:
             why="the function itself chooses batch and device; these options are for configurations",
             next=f"leave {'it' if len(ignored) == 1 else 'them'} out, and set sizes and device inside the function",
         )
+
+
+def check_precision(model: torch.nn.Module, precision: Precision | None, name: str) -> None:
+    """Raise an error if the parameters of a given model do not have the dtype that ``precision`` computes in.
+
+    A model that the caller made is traced in its own dtypes, so an estimate would name another precision than it computes.
+    Mixed precision is an autocast around the model's own dtypes, so it applies to every model. Some models keep a few
+    parameters in another dtype, so the dtype with the most elements counts.
+
+    Raises:
+        InvalidTarget: the parameters have another dtype.
+    """
+    if precision is None or precision.is_mixed:
+        return
+    counts: Counter[str] = Counter()
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            counts[str(parameter.dtype).removeprefix("torch.")] += parameter.numel()
+    [(found, _)] = counts.most_common(1) or [(precision.parameter_dtype, 0)]
+    if found == precision.parameter_dtype:
+        return
+    raise InvalidTarget(
+        f"A step in {precision.value} needs parameters in {precision.parameter_dtype}; those of {name} are in {found}.",
+        why="a model that is already built is traced in its own dtypes",
+        next=f"convert it with model.to(torch.{precision.parameter_dtype}), or leave the precision out; "
+        "bf16-mixed and fp16-mixed do not change parameters",
+    )
 
 
 def _load_function(text: str, precision: Precision | None) -> Target:
@@ -123,7 +150,9 @@ def _load_function(text: str, precision: Precision | None) -> Target:
                 why=f"{type(error).__name__}: {error}",
                 next=f"call {function_name}() without arguments from Python to see where it fails",
             ) from error
-    return replace(_unpack(text, made), precision=precision)
+    target = _unpack(text, made)
+    check_precision(target.model, precision, text)
+    return replace(target, precision=precision)
 
 
 def _find_function(text: str, module_name: str, function_name: str) -> Callable[[], object]:
