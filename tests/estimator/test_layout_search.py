@@ -96,9 +96,12 @@ class _Job:
         kept = 100 * self.batch // (self.layout.tp * self.layout.pp) + 8 // self.layout.tp
         seconds = (1 + self.layout.tp / 10 + self.layout.pp / 20) * (1 + 1 / self.batch)
         budget_bytes = self.setting.budget_bytes or 0
-        peak = {"none": kept, "full": kept // 3}.get(strategy, max(kept // 3, min(kept, budget_bytes)))
+        peak = {"none": kept, "full": kept // 3}.get(strategy, max(kept // 4, min(kept, budget_bytes)))
         factor = 1.0 if strategy == "none" or kept <= budget_bytes else 1.3 if strategy == "full" else 1.2
         return SwitchFigures(peak, seconds * factor)
+
+    def least_bytes(self) -> int:
+        return (100 * self.batch // (self.layout.tp * self.layout.pp) + 8 // self.layout.tp) // 5
 
     def least_seconds(self) -> float:
         return 1 + self.layout.tp / 10 + self.layout.pp / 20
@@ -232,6 +235,40 @@ def test_where_nothing_fits_the_layout_that_comes_down_lowest_is_shown():
     assert found.does_fit is False
     lowest = min(each.peak_bytes for each in found.layouts)
     assert found.layouts[0].peak_bytes <= 1.2 * lowest
+
+
+@pytest.mark.long
+def test_a_layout_that_fits_only_below_full_recomputation_is_found():
+    how: dict[str, Any] = {"device": "H100", "precision": "bf16", "sequence": 256}
+    full = plimsoll.estimate("llama-tiny", 4, strategy="full", **how).tightest.allocated_bytes
+    floor = plimsoll.estimate("llama-tiny", 4, budget="1MiB", **how).tightest.allocated_bytes
+    assert floor < full
+    found = plimsoll.estimate("llama-tiny", 4, layout="ranks=1,samples=4", budget=(floor + full) // 2, **how)
+    assert found.does_fit
+    assert (found.strategy, found.layouts[0].strategy) == ("auto", "auto")
+    too_much = plimsoll.estimate("llama-tiny", 4, layout="ranks=1,samples=4", budget=floor - 1, **how)
+    assert too_much.does_fit is False
+    assert too_much.tightest.allocated_bytes == too_much.layouts[0].peak_bytes == floor
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "layout", ["dp=8,zero=3", "pp=2,micro-batches=4", "pp=2,schedule=interleaved,virtual=2,micro-batches=4"]
+)
+def test_no_plan_needs_less_than_the_bound_of_its_layout(layout: str, monkeypatch: pytest.MonkeyPatch):
+    bounds = []
+
+    def spy(job: EstimateJob, *given: Any) -> Any:
+        bounds.append(job.least_bytes())
+        return run(job, *given)
+
+    run = EstimateJob.run
+    monkeypatch.setattr(EstimateJob, "run", spy)
+    found = plimsoll.estimate(
+        "llama-tiny", 2, device="H100", precision="bf16", sequence=128, layout=layout, budget="1MiB"
+    )
+    lowest = max(stage.allocated_bytes for stage in found.stages)
+    assert 0.6 * lowest < bounds[0] <= lowest
 
 
 def test_a_model_of_ones_own_keeps_its_batch():

@@ -138,6 +138,15 @@ class EstimateJob:
         other.__dict__["stages_of_ranks"] = self.stages_of_ranks
         return other
 
+    def least_bytes(self) -> int:
+        """Return a lower bound of the peak of all plans: the most bytes of a rank that no plan changes. No plan is solved."""
+        ranks = self.stages_of_ranks
+        return max(
+            stage.least_bytes + sum(other.index.lasting_bytes for other in stages if other is not stage)
+            for stages in ranks
+            for stage in stages
+        )
+
     def least_seconds(self) -> float:
         """Return a lower bound of the step's seconds under this layout with any larger micro-batch, for the same samples.
 

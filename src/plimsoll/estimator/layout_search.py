@@ -2,8 +2,9 @@
 
 ``ranks=64,samples=512`` leaves the rest open: tensor, pipeline and expert parallelism, how much ZeRO shards, and the
 micro-batch. Each layout is estimated twice. The estimate with everything kept is an upper bound of the speed of all plans. The
-estimate with everything recomputed says whether any plan can fit. Plans are solved only for layouts that could be the fastest,
-the most promising first.
+bytes that are in memory under every plan are a lower bound of all peaks: above the budget, the layout cannot fit. Plans
+are solved only for layouts that may fit and could be the fastest, the most promising first. Full recomputation is not a bound:
+a plan that keeps a little of a block can have a lower peak.
 
 Then micro-batches are doubled. A larger micro-batch gathers parameters and launches kernels less often, so it changes which
 layout is the fastest. Each layout has a lower bound of its seconds with larger micro-batches. Layouts are doubled in the order
@@ -43,11 +44,11 @@ MakeJob = Callable[[Layout, int], EstimateJob]
 
 @dataclass(slots=True)
 class _Tried:
-    """One layout that was tried, as data: its job, its peak and seconds, the lowest peak that any plan for it reaches
+    """One layout that was tried, as data: its job, its peak and seconds, a lower bound of the peak of all plans
     (``floor_bytes``), and a lower bound of its seconds with larger micro-batches (``least_seconds``).
 
-    Until a plan is solved, peak and seconds are those with everything kept. ``kept_seconds`` always is the time with everything
-    kept.
+    Until a plan is solved, peak and seconds are those with everything kept. If no plan can fit, they are those with everything
+    recomputed. ``kept_seconds`` always is the time with everything kept.
     """
 
     job: EstimateJob
@@ -120,7 +121,7 @@ class LayoutSearch:
             self._enlarge(tried)
         if self._is_for_device:
             self._leave_room_for_errors()
-        found = self._fastest() or sorted(self._unfit, key=lambda each: each.floor_bytes)
+        found = self._fastest() or sorted(self._unfit, key=lambda each: each.peak_bytes)
         best = next((each for each in found if each.fits_device), found[0])
         found = [best, *(each for each in found if each is not best)]
         best.job.setting = replace(best.job.setting, strategy=best.strategy)
@@ -137,7 +138,7 @@ class LayoutSearch:
             yield layout
 
     def _try(self, layout: Layout, batch: int) -> _Tried | None:
-        """Estimate a layout with everything kept, and its lowest peak.
+        """Estimate a layout with everything kept, and a lower bound of the peak of its plans.
 
         If the user gave a strategy, estimate only that strategy. Return ``None`` if the model cannot use the layout.
         """
@@ -146,7 +147,7 @@ class LayoutSearch:
             job = self._make(layout, batch)
             figures = job.measure(named)
             peak_bytes, seconds = figures.peak_bytes, figures.step_seconds
-            floor_bytes = job.measure(EVERYTHING).peak_bytes if self._strategy == AUTO else peak_bytes
+            floor_bytes = job.least_bytes() if self._strategy == AUTO else peak_bytes
         # Some models cannot be checked from the layout alone, such as the heads of a function's model, or adapters.
         except PlimsollError:
             return None
@@ -177,20 +178,29 @@ class LayoutSearch:
         return self._try(msgspec.structs.replace(layout, micro_batches=count), batch)
 
     def _settle(self, tried: list[_Tried]) -> None:
-        """Solve a plan for each layout that does not fit without one and could be the fastest. Layouts are taken in order of
-        the speed that they would reach with everything kept.
+        """Solve a plan for each layout that does not fit without one, but may fit with one, and could be the fastest. Layouts
+        are taken in order of the speed that they would reach with everything kept.
         """
         for each in sorted(tried, key=lambda each: each.seconds):
             if each.does_fit:
                 self._settled.append(each)
             elif each.floor_bytes > each.budget_bytes:
+                if self._strategy == AUTO:
+                    self._follow(each, EVERYTHING)
                 self._unfit.append(each)
             elif all(each.seconds < known.seconds for known in self._fastest()[:1]):
                 self._tell(f"planning {each.job.layout}", 0.9)
-                figures = each.job.measure(AUTO)
-                each.peak_bytes, each.seconds = figures.peak_bytes, figures.step_seconds
-                each.strategy = AUTO
-                (self._settled if each.does_fit else self._unfit).append(each)
+                if self._follow(each, AUTO):
+                    self._settled.append(each)
+                else:  # a plan that does not fit has the lowest peak of all plans
+                    each.floor_bytes = each.peak_bytes
+                    self._unfit.append(each)
+
+    def _follow(self, each: _Tried, strategy: str) -> bool:
+        """Set the strategy of a layout that was tried, with the peak and seconds under it. Return whether the layout fits."""
+        figures = each.job.measure(strategy)
+        each.strategy, each.peak_bytes, each.seconds = strategy, figures.peak_bytes, figures.step_seconds
+        return each.does_fit
 
     def _leave_room_for_errors(self) -> None:
         """Find the fastest layout whose whole memory plus its error is within the device's memory. Set ``fits_device`` of each

@@ -122,6 +122,20 @@ class StageOfRank:
         """The simulation of the stage's step if only the inputs of its regions (managed module calls) are kept."""
         return run_choices(self.index, choose_full(self.index, ""))
 
+    @property
+    def least_bytes(self) -> int:
+        """A lower bound of the stage's peak under any plan: the most bytes that are in memory at one instant whatever is
+        decided.
+
+        With virtual stages, micro-batches in flight are left out, because how many of them wait on each stage depends on the
+        decisions.
+        """
+        index = self.index
+        fixed = index.fixed
+        if self.setting.layout.virtual_stages > 1:
+            fixed = fixed - index.waits(index.between_bytes)
+        return int(fixed.max())
+
     @cached_property
     def seconds(self) -> RankSeconds:
         """The seconds that one micro-batch takes without recomputation, by kind of work."""
