@@ -222,6 +222,12 @@ def _check_adapters(setting: Setting) -> None:
             why="a model trains either LoRA adapters (lora=, or qlora= with 4-bit weights) or bottleneck adapters (adapters=)",
             next="use one of lora=16, qlora=16 or adapters=64; use lora-on= only with lora= or qlora=",
         )
+    if how.qlora and how.moe:
+        raise InvalidOption(
+            f"moe={how.moe} cannot be combined with qlora={how.qlora}.",
+            why="these kernels multiply experts in 16 bits, and QLoRA holds experts in 4 bits",
+            next="leave moe= out, or use lora=",
+        )
     if how.is_adapting and (layout.tp > 1 or layout.ep > 1):
         raise InvalidLayout(
             f"Adapters are not supported with tp={layout.tp}, ep={layout.ep}.",

@@ -13,6 +13,7 @@ import zoo
 from long_cases import some
 from metering import simulated_transient_peak, transient_peak
 from plimsoll.artifacts.job import Techniques
+from plimsoll.artifacts.trace import Category, Trace
 from plimsoll.errors import InvalidLayout, InvalidOption
 from plimsoll.estimator.targets.adapters import adapted
 from plimsoll.tracing.trace import trace
@@ -95,6 +96,30 @@ def test_weights_in_four_bits_take_half_a_byte_and_scales():
     assert held == weight.numel() // 2 + weight.numel() // 64 + 4
 
 
+def test_stacked_experts_are_in_four_bits_too_and_come_back():
+    model = zoo.build("mixtral", **SIZES).bfloat16()
+    before = [(name, id(p), p.requires_grad) for name, p in model.named_parameters()]
+    classes = [type(module) for module in model.modules()]
+    experts = model.model.layers[0].mlp.experts
+    count = experts.down_proj.numel() + experts.gate_up_proj.numel()
+    with adapted(model, Techniques(lora=4)) as notes:
+        assert "the stacks of experts do not get adapters" in notes
+        in_16_bits = trace(model, batch(), repeats=1)
+    with adapted(model, Techniques(qlora=4)) as notes:
+        assert any("experts are in 4 bits" in note for note in notes)
+        held = sum(parameter.nbytes for parameter in experts.parameters())
+        assert experts.down_proj.dtype is torch.bfloat16
+        in_4_bits = trace(model, batch(), repeats=1)
+    assert held == pytest.approx(count / 2 + count / 64, rel=0.01)
+    assert parameter_bytes(in_4_bits) < 0.5 * parameter_bytes(in_16_bits)
+    assert [(name, id(p), p.requires_grad) for name, p in model.named_parameters()] == before
+    assert [type(module) for module in model.modules()] == classes
+
+
+def parameter_bytes(step: Trace) -> int:
+    return sum(storage.bytes for storage in step.storages if storage.category is Category.PARAMETER)
+
+
 def estimated(**how: Any) -> dict[str, int]:
     found = plimsoll.estimate("llama-tiny", 1, **({"sequence": 256, "device": "H100", "precision": "bf16"} | how))
     return {item.name: item.bytes or 0 for item in found.stages[0].items}
@@ -115,6 +140,8 @@ def test_half_or_double_wishes_are_refused(text: str):
 
 
 def test_adapters_are_refused_where_nothing_is_known_of_them():
+    with pytest.raises(InvalidOption, match="moe=fused cannot be combined with qlora=8"):
+        plimsoll.estimate("mixtral-tiny", precision="bf16", techniques="qlora=8,moe=fused")
     with pytest.raises(InvalidLayout, match="Adapters are not supported with tp=2"):
         estimated(techniques="lora=8", layout="tp=2")
     with pytest.raises(InvalidOption, match="does not match any layer"), adapted(nn.Linear(2, 2), Techniques(lora=2)):

@@ -1,8 +1,10 @@
 """Temporarily fine-tunes a model with adapters: its own weights are frozen, added small matrices are trained.
 
 LoRA (Hu et al. 2022) adds ``B A x`` to linear layers. QLoRA (Dettmers et al. 2023) also holds their weights in 4 bits, and
-dequantizes them for each product, once in forward and again in backward. Bottleneck adapters (Houlsby et al. 2019) follow the
-attention and the feed-forward module of every block. A trace of the adapted model shows what autograd then saves.
+dequantizes them for each product, once in forward and again in backward. Stacks of experts are in 4 bits too: forward
+dequantizes a stack, and autograd saves the result unless the block is recomputed, as under bitsandbytes'
+``replace_parameter_4bit``. Bottleneck adapters (Houlsby et al. 2019) follow the attention and the feed-forward module of every
+block. A trace of the adapted model shows what autograd then saves.
 
 Known weaknesses: adapters have the dtype of the weights that they are added to, as in torchtune, and in peft with
 ``autocast_adapter_dtype=False``; they do not have dropout; experts stacked in one tensor do not get adapters.
@@ -18,9 +20,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils import parametrize
 
 from plimsoll.artifacts.job import Techniques
 from plimsoll.errors import InvalidOption
+from plimsoll.estimator.local_rank.roles import is_experts
 
 _IN_BLOCKS = re.compile(r"\.\d+\.")
 _LAYERS = {
@@ -65,7 +69,19 @@ def adapted(model: nn.Module, how: Techniques) -> Iterator[tuple[str, ...]]:
                 why="adapters are added to linear layers of its blocks that have the names used by transformers",
                 next="use lora-on=all, or build the model with its adapters and pass that model",
             )
-        yield (f"{count} adapters are trained; all other parameters are frozen",)
+        stacks = [
+            module for name, module in model.named_modules() if _IN_BLOCKS.search(f".{name}") and is_experts(module)
+        ]
+        notes = [f"{count} adapters are trained; all other parameters are frozen"]
+        if stacks and rank:
+            notes.append("the stacks of experts do not get adapters")
+        if stacks and how.qlora:
+            for module in stacks:
+                _quantize_stacks(module, undo)
+            notes.append(
+                "the stacks of experts are in 4 bits; a dequantized stack is kept for backward unless its block is recomputed"
+            )
+        yield tuple(notes)
     finally:
         for each in reversed(undo):
             each()
@@ -113,6 +129,35 @@ def _swap(parent: nn.Module, name: str, child: nn.Module, undo: list[Callable[[]
     parent._modules[name] = child
 
 
+def _quantize_stacks(experts: nn.Module, undo: list[Callable[[], None]]) -> None:
+    """Replace the stacked matrices of a module with experts by their 4-bit form. Forward dequantizes each when it reads it."""
+    before = dict(experts._parameters)
+    stacks = {name: stack for name, stack in before.items() if stack is not None and stack.dim() == 3}
+
+    def put_back() -> None:
+        for name in stacks:
+            parametrize.remove_parametrizations(experts, name, leave_parametrized=False)
+        experts._parameters.clear()
+        experts._parameters.update(before)
+
+    undo.append(put_back)
+    for name, stack in stacks.items():
+        experts._parameters[name], scales, nested = _four_bits(stack)
+        parametrize.register_parametrization(experts, name, _Dequantized(stack, scales, nested), unsafe=True)
+
+
+class _Dequantized(nn.Module):
+    """Makes a matrix of its 4-bit form. It holds the scales."""
+
+    def __init__(self, weight: nn.Parameter, scales: nn.Parameter, nested: nn.Parameter) -> None:
+        super().__init__()
+        self.scales, self.nested = scales, nested
+        self.shape, self.dtype = weight.shape, weight.dtype
+
+    def forward(self, packed: torch.Tensor) -> torch.Tensor:
+        return _whole(packed, self.scales, self.shape, self.dtype)
+
+
 class _LowRank(nn.Module):
     """A module that adds a low-rank product ``B A x`` to the result of a linear layer (LoRA)."""
 
@@ -146,21 +191,13 @@ class _Bottleneck(nn.Module):
 
 
 class _FourBitLinear(nn.Module):
-    """A frozen linear layer in 4 bits, with an 8-bit scale per 64 elements, and a 32-bit scale per 256 of these scales."""
+    """A frozen linear layer in 4 bits."""
 
     def __init__(self, layer: nn.Linear) -> None:
         super().__init__()
-        weight = layer.weight
-        blocks = -(-weight.numel() // _BLOCK_ELEMENTS)
-
-        def held(count: int, dtype: torch.dtype) -> nn.Parameter:
-            return nn.Parameter(torch.zeros(count, dtype=dtype, device=weight.device), requires_grad=False)
-
-        self.packed = held(-(-weight.numel() // 2), torch.uint8)
-        self.scales = held(blocks, torch.uint8)
-        self.nested = held(-(-blocks // _NESTED_ELEMENTS), torch.float32)
+        self.packed, self.scales, self.nested = _four_bits(layer.weight)
         self.bias = layer.bias
-        self.shape, self.dtype = weight.shape, weight.dtype
+        self.shape, self.dtype = layer.weight.shape, layer.weight.dtype
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         made: torch.Tensor = _FourBitProduct.apply(x, self.packed, self.scales, self.shape, self.dtype)
@@ -185,6 +222,19 @@ class _FourBitProduct(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
         packed, scales = ctx.saved_tensors
         return gradients[0] @ _whole(packed, scales, ctx.shape, ctx.dtype), None, None, None, None
+
+
+def _four_bits(weight: torch.Tensor) -> tuple[nn.Parameter, nn.Parameter, nn.Parameter]:
+    """Return frozen parameters with the sizes of a weight's 4-bit form: the packed elements, an 8-bit scale per 64 elements,
+    and a 32-bit scale per 256 of these scales.
+    """
+    blocks = -(-weight.numel() // _BLOCK_ELEMENTS)
+
+    def held(count: int, dtype: torch.dtype) -> nn.Parameter:
+        return nn.Parameter(torch.zeros(count, dtype=dtype, device=weight.device), requires_grad=False)
+
+    packed = held(-(-weight.numel() // 2), torch.uint8)
+    return packed, held(blocks, torch.uint8), held(-(-blocks // _NESTED_ELEMENTS), torch.float32)
 
 
 def _whole(packed: torch.Tensor, scales: torch.Tensor, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
