@@ -100,6 +100,11 @@ def test_techniques_that_contradict_the_rest_are_refused(how: dict[str, Any], wo
         on_gpu(**how)
 
 
+def test_replicas_of_one_rank_each_are_refused_because_they_shard_nothing():
+    with pytest.raises(InvalidLayout, match="replicas=8 leaves one rank in each group of dp=8"):
+        on_gpu(layout="dp=8,zero=3,replicas=8")
+
+
 @pytest.mark.parametrize("layout", ["dp=8,replicas=2", "dp=8,zero=3,replicas=3", "dp=8,zero=3,replicas=2,ep=2"])
 def test_replicas_without_sharded_groups_of_equal_size_are_refused(layout: str):
     with pytest.raises(InvalidLayout, match=r"each shard gradients or parameters \(HSDP\)"):

@@ -234,6 +234,12 @@ def _check_sharding(layout: Layout) -> None:
             "parallelism is not modelled with it",
             next="use zero=2 or 3, a dp that is a multiple of replicas, and no ep; or leave replicas= out",
         )
+    if layout.replicas > 1 and layout.shards == 1:
+        raise InvalidLayout(
+            f"replicas={layout.replicas} leaves one rank in each group of dp={layout.dp}.",
+            why="each group shards gradients or parameters among its ranks (HSDP), and one rank cannot shard them",
+            next=f"leave replicas= and zero= out for plain data parallelism: dp={layout.dp}; or use fewer replicas",
+        )
     if layout.shards % layout.ep:
         degrees = [each for each in range(2, layout.shards + 1) if layout.shards % each == 0]
         raise InvalidLayout(
