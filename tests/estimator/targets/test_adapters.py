@@ -133,6 +133,23 @@ def test_an_estimate_counts_what_is_trained_and_what_is_frozen():
     assert estimated(techniques="adapters=8")["optimizer state"] < 0.1 * whole["optimizer state"]
 
 
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"has_master_weights": True, "techniques": "gradients=fp32"},
+        {"precision": "fsdp-bf16", "layout": "dp=2,zero=3,micro-batches=2"},
+    ],
+    ids=["gradients=fp32", "fsdp-bf16"],
+)
+def test_adapters_have_f32_gradients_on_4_bit_weights_too(how: dict[str, Any]):
+    other = f",{how['techniques']}" if "techniques" in how else ""
+    low_rank, four_bits = (estimated(**(how | {"techniques": text + other})) for text in ("lora=8", "qlora=8"))
+    assert four_bits["gradients"] == pytest.approx(
+        low_rank["gradients"], rel=0.05
+    )  # a new one may be alive at the peak
+
+
 @pytest.mark.parametrize("text", ["lora=8,qlora=8", "lora=8,adapters=8", "lora-on=qv"])
 def test_half_or_double_wishes_are_refused(text: str):
     with pytest.raises(InvalidOption, match="contradictory or incomplete"):

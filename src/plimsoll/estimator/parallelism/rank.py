@@ -103,7 +103,7 @@ def reduce_in_buckets(edit: Edit, gradients: Sequence[Gradients], held: HeldType
             for storage in bucket:
                 _make_passing(edit, storage, held)
             full = min(bucket[-1].born + 1, edit.last_tick)
-            dtype = "f32" if times > 1 else mine[0].unit.dtype
+            dtype = "f32" if times > 1 else mine[0].unit.gradient_dtype
             edit.collective(full, "all_reduce", f"bucket {number} of {kind}", size, dtype)
 
 
@@ -258,8 +258,8 @@ class Sharding:
         """
         unit, tick, edit = gradients.unit, gradients.whole, self.edit
         own_bytes, times = unit.padded_gradient_bytes, unit.times(is_wide=self.held.reduced)
-        whole_bytes, dtype = times * own_bytes, "f32" if times > 1 else unit.dtype
-        copied = edit.copy(tick, "chunk_cat", unit.label, own_bytes + whole_bytes, unit.dtype)
+        whole_bytes, dtype = times * own_bytes, "f32" if times > 1 else unit.gradient_dtype
+        copied = edit.copy(tick, "chunk_cat", unit.label, own_bytes + whole_bytes, unit.gradient_dtype)
         if self._last_input >= 0:
             edit.end(self._last_input, copied)
         label = f"reduce-scatter buffer of {unit.label}"
@@ -288,7 +288,7 @@ class Sharding:
             edit.add(size, Category.COMMUNICATION, f"reduced gradients of {unit.label}", reduced, sent.done)
         elif is_adding or size != kept:
             added = edit.copy(
-                tick, "add_" if is_adding else "to", unit.label, size + kept * (1 + is_adding), unit.dtype
+                tick, "add_" if is_adding else "to", unit.label, size + kept * (1 + is_adding), unit.gradient_dtype
             )
             edit.add(size, Category.COMMUNICATION, f"reduced gradients of {unit.label}", reduced, added.done)
             edit.add(kept, Category.GRADIENT, label, -1 if is_adding else added, None)
@@ -304,7 +304,7 @@ class Sharding:
             if unit.ranks > 1:
                 whole_bytes = sum(p.bytes for p in unit.parameters if p.is_trainable)
                 tick = self.edit.last_tick
-                self.edit.collective(tick, "all_gather", unit.label, whole_bytes, unit.dtype, Phase.OPTIMIZER)
+                self.edit.collective(tick, "all_gather", unit.label, whole_bytes, unit.gradient_dtype, Phase.OPTIMIZER)
 
 
 def _unsharded(parameter: TraceParameter) -> str:

@@ -76,11 +76,18 @@ class ShardedUnit:
         """The dtype of the parameters of this unit (parameters that are gathered together)."""
         return self.parameters[0].dtype
 
+    @property
+    def gradient_dtype(self) -> str:
+        """The dtype of the gradients of this unit. Frozen parameters do not have gradients, and may have another dtype (4-bit
+        weights are stored as bytes).
+        """
+        return next((each.dtype for each in self.parameters if each.is_trainable), self.dtype)
+
     def times(self, *, is_wide: bool) -> int:
-        """Return the factor from the own bytes of this unit of parameters to its bytes in float32 (``is_wide``) or in its own
+        """Return the factor from the own bytes of this unit's gradients to their bytes in float32 (``is_wide``) or in their own
         dtype: 1 or 2.
         """
-        return 2 if is_wide and self.dtype in _NARROW else 1
+        return 2 if is_wide and self.gradient_dtype in _NARROW else 1
 
     @property
     def padded_bytes(self) -> int:
