@@ -191,6 +191,18 @@ def test_mfu_is_also_given_as_published_figures_count_it():
     assert on_gpu(device="cpu", precision="fp32").throughput.published_mfu is None
 
 
+@pytest.mark.long
+def test_published_mfu_counts_heads_by_their_own_size_and_is_left_out_for_other_kinds_of_models(tmp_path: Path):
+    config = dict(known_models()["llama-tiny"].config) | {"head_dim": 128}
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    found = plimsoll.estimate(str(tmp_path), 1, device="H100", **SIZES)
+    speed, facts = found.throughput, found.facts
+    assert facts.heads * facts.head_size != facts.hidden
+    per_token = 6 * facts.parameters + 12 * facts.layers * facts.heads * 128 * 256
+    assert speed.published_mfu == pytest.approx(per_token * speed.tokens_per_second / 989.4e12)
+    assert plimsoll.estimate("t5-tiny", device="H100").throughput.published_mfu is None
+
+
 def test_a_budget_that_nothing_reaches_is_said_not_to_fit():
     found = on_gpu(budget="2MiB")
     assert found.does_fit is False

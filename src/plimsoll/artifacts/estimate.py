@@ -108,9 +108,9 @@ class Throughput(msgspec.Struct, frozen=True, kw_only=True):
 
     ``mfu`` (model FLOPs utilisation) is the share of the devices' dense peak that the model's own arithmetic reaches;
     recomputed arithmetic does not count. ``relative_error`` applies to the figures per second and to ``mfu``. ``published_mfu``
-    is the figure that papers and frameworks print: 6 FLOPs per parameter and token plus 12 per layer, width and attended
-    position, divided by the dense 16-bit peak, whichever type the arithmetic uses. ``published_mfu`` is ``None`` if the model
-    is not a plain text transformer or the device does not have a 16-bit peak.
+    is the figure that papers and frameworks print: 6 FLOPs per parameter and token plus 12 per layer, head, element of a head
+    and attended position, divided by the dense 16-bit peak, whichever type the arithmetic uses. ``published_mfu`` is ``None``
+    if the model is not a plain text transformer or the device does not have a 16-bit peak.
     """
 
     step_seconds: float

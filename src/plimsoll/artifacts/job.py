@@ -351,6 +351,10 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     layers: int | None = None
     hidden: int | None = None
     heads: int | None = None
+    head_size: int | None = None
+    """The elements of one attention head. It is ``None`` for an encoder-decoder, whose tokens pass only one of the two stacks.
+    If queries and values have different sizes (multi-head latent attention), it is their mean.
+    """
     kv_heads: int | None = None
     intermediate: int | None = None
     vocabulary: int | None = None

@@ -444,15 +444,22 @@ class EstimateJob:
     def _published_mfu(self, tokens_per_second: float | None) -> float | None:
         """Return the MFU by the formula of papers: 6 N + 12 L H Q T FLOPs per token, divided by the dense peak in 16 bits.
 
-        Return ``None`` if a size is unknown.
+        H are the attention heads and Q is the size of a head, whose product is not always the hidden size. Return ``None`` if a
+        size is unknown, as without attention.
         """
         facts, peaks = self.facts, self.setting.device.peak_flops_per_second
-        sizes = (facts.active_parameters or facts.parameters, facts.layers, facts.hidden, facts.sequence)
+        sizes = (
+            facts.active_parameters or facts.parameters,
+            facts.layers,
+            facts.heads,
+            facts.head_size,
+            facts.sequence,
+        )
         peak = peaks.get("bf16", peaks.get("f16", 0.0))
         if tokens_per_second is None or not peak or None in sizes:
             return None
-        parameters, layers, hidden, sequence = (each or 0 for each in sizes)
-        flops = 6 * parameters + 12 * layers * hidden * sequence * self.layout.cp
+        parameters, layers, heads, head_size, sequence = (each or 0 for each in sizes)
+        flops = 6 * parameters + 12 * layers * heads * head_size * sequence * self.layout.cp
         return flops * tokens_per_second / (self.layout.ranks * peak)
 
     def _notes(self, ranks: list[Rank], timeline: PipelineTimeline) -> list[str]:

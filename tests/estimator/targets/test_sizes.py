@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from plimsoll.estimator.catalogue.models import known_models
-from plimsoll.estimator.targets.recipe import find_recipe
+from plimsoll.estimator.targets.recipe import facts_of, find_recipe
 from plimsoll.estimator.targets.sizes import count_parameters, count_step_flops, parameter_bytes
 from plimsoll.estimator.targets.target import TargetOptions, build
 
@@ -43,6 +43,21 @@ def test_options_of_a_configuration_change_the_count_as_they_change_the_model(ch
 def test_other_kinds_of_models_are_not_counted(name: str):
     assert count_parameters(find_recipe(name)) is None
     assert count_step_flops(find_recipe(name)) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        ("llama-3-8b", 128),
+        ("qwen3-0.6b", 128),
+        ("gpt2-124m", 64),
+        ("deepseek-v3", 160),
+        ("t5-large", None),
+        ("mamba2-130m", None),
+    ],
+)
+def test_the_size_of_a_head_is_the_configurations_own(name: str, size: int | None):
+    assert facts_of(find_recipe(name)).head_size == size
 
 
 def test_a_configuration_without_a_size_is_not_counted():

@@ -276,6 +276,9 @@ _LAYERS = (("num_hidden_layers",), ("n_layer",), ("encoder_layers", "decoder_lay
 """Groups of configuration fields whose sum is the number of blocks. The first group with all its fields present is used."""
 _HIDDEN = ("hidden_size", "n_embd", "d_model")
 _HEADS = ("num_attention_heads", "n_head", "encoder_attention_heads", "num_heads")
+_HEAD_SIZE = ("head_dim", "d_kv")
+_LATENT_HEAD = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+"""The sizes of multi-head latent attention: a query has the first two, a value the third."""
 _KV_HEADS = ("num_key_value_heads",)
 _INTERMEDIATE = ("intermediate_size", "n_inner", "d_ff", "encoder_ffn_dim")
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
@@ -312,6 +315,7 @@ def facts_of(recipe: Recipe, *, batch: int | None = None, sequence: int | None =
         layers=_layers(towers),
         hidden=hidden,
         heads=heads,
+        head_size=_head_size(widest, hidden, heads),
         kv_heads=(_first(widest, _KV_HEADS) or heads) if heads else None,
         intermediate=_first(widest, _INTERMEDIATE)
         or (_GPT_WIDENING * hidden if hidden and "n_embd" in widest else None),
@@ -319,6 +323,16 @@ def facts_of(recipe: Recipe, *, batch: int | None = None, sequence: int | None =
         experts=_first(fields, _EXPERTS),
         experts_per_token=_first(fields, _EXPERTS_PER_TOKEN),
     )
+
+
+def _head_size(fields: Mapping[str, Any], hidden: int | None, heads: int | None) -> int | None:
+    """Return the elements of one attention head, or ``None`` if they are unknown or the model is an encoder-decoder."""
+    if not heads or any("decoder_layers" in key for key in fields):
+        return None
+    latent = [_first(fields, (name,)) for name in _LATENT_HEAD]
+    if all(latent):
+        return sum(size or 0 for size in latent) // 2
+    return _first(fields, _HEAD_SIZE) or (hidden // heads if hidden else None)
 
 
 def _is_text(fields: Mapping[str, Any]) -> bool:
