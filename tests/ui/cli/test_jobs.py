@@ -116,12 +116,15 @@ def test_a_long_command_is_broken_so_that_it_can_be_pasted(width: int):
     assert command in render_plain(view_estimate(msgspec.structs.replace(make_estimate(1), changes=(change,))))
 
 
-@pytest.mark.parametrize(("ranks", "nodes"), [(1, 1), (8, 1), (16, 2), (20, 3)])
-def test_a_job_is_started_on_as_many_nodes_as_it_needs(ranks: int, nodes: int):
+@pytest.mark.parametrize(
+    ("ranks", "nodes", "on_node"), [(1, 1, 1), (8, 1, 8), (16, 2, 8), (12, 2, 6), (20, 4, 5), (11, 11, 1)]
+)
+def test_a_job_is_started_on_equal_nodes_with_one_process_per_rank(ranks: int, nodes: int, on_node: int):
     estimate = msgspec.structs.replace(make_estimate(1), layout=Layout(dp=ranks))
     script = launch_script(estimate, Launcher.SBATCH)
     assert f"#SBATCH --nodes={nodes}\n" in script
-    assert f"--nproc-per-node={min(ranks, 8)} train.py" in script
+    assert f"#SBATCH --gpus-per-node={on_node}\n" in script
+    assert f"--nproc-per-node={on_node} train.py" in script
     subprocess.run(["bash", "-n"], input=script, text=True, check=True)
     once = launch_script(estimate, Launcher.TORCHRUN)
     assert ("--standalone" in once) == (nodes == 1)

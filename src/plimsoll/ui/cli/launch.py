@@ -27,8 +27,10 @@ def launch_script(estimate: Estimate, launcher: Launcher, *, budget: str | None 
     """
     script = "train.py" if budget is None else f'-m plimsoll run train.py --budget "{budget}"'
     ranks = estimate.layout.ranks
-    on_node = min(ranks, find_device(estimate.device).ranks_per_node)
-    nodes = -(-ranks // on_node)
+    most_on_node = min(ranks, find_device(estimate.device).ranks_per_node)
+    # torchrun starts the same number of processes on every node, so this number must divide the ranks.
+    on_node = next(count for count in range(most_on_node, 0, -1) if ranks % count == 0)
+    nodes = ranks // on_node
     settings = ["export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"] if _is_expandable(estimate) else []
     about = f"# {estimate.target} on {ranks} x {estimate.device}: layout {estimate.layout}"
     if launcher is Launcher.TORCHRUN:
