@@ -298,7 +298,17 @@ def test_a_name_of_the_hub_is_a_model_of_the_catalogue(typed: str, name: str):
     assert find_recipe(typed).name == name
 
 
-@pytest.mark.parametrize("typed", ["mistralai/Mistral-7B-v0.1", "someone/qwen9-7b", "a/b/qwen2.5-7b"])
+@pytest.mark.parametrize(
+    "typed",
+    [
+        "mistralai/Mistral-7B-v0.1",
+        "someone/qwen9-7b",
+        "a/b/qwen2.5-7b",
+        "openai/whisper-tiny",
+        "prajjwal1/bert-tiny",
+    ],
+)
 def test_a_name_of_the_hub_with_other_sizes_is_refused(typed: str):
-    with pytest.raises(InvalidTarget):
+    with pytest.raises(InvalidTarget) as refused:
         find_recipe(typed)
+    assert "-tiny" not in refused.value.next

@@ -36,6 +36,8 @@ _COUNT = re.compile(r"^(n|num|number)_.*(layers?|blocks?|stages?)$|^(depths?|n_l
 _MOST_LAYERS = 4096
 _VARIANT = re.compile(r"(-(instruct|chat|base|it|hf|v0\.3))+$")
 """Words at the end of a model's name that name other weights of the same sizes, such as ``Instruct``."""
+_SMALL = "-tiny"
+"""The end of the names of the catalogue's own small models."""
 _DIFFUSERS_CLASS = "_class_name"
 _OWN_NAMES = ("timm", "diffusers")
 """The libraries whose own model names can be targets (texts that name a model with its batch)."""
@@ -82,7 +84,8 @@ def find_recipe(text: str) -> Recipe | None:
         return _from_library(library, own_name)
     if ":" in text:
         return None
-    close = difflib.get_close_matches(text.lower(), catalogue, n=3, cutoff=0.5)
+    likely = [name for name in catalogue if not slash or not name.endswith(_SMALL)]
+    close = difflib.get_close_matches(text.lower(), likely, n=3, cutoff=0.5)
     raise InvalidTarget(
         f"{text!r} is not a target.",
         why=f"a target is {_FORMS}",
@@ -105,7 +108,9 @@ def _catalogue_name(text: str) -> str:
     owner, slash, name = text.rpartition("/")
     if owner in _OWN_NAMES or "/" in owner or (slash and not owner):
         return text
-    return _VARIANT.sub("", name.lower()).removeprefix("meta-")
+    known = _VARIANT.sub("", name.lower()).removeprefix("meta-")
+    # The catalogue's own small models have such names too, but not the sizes of openai/whisper-tiny.
+    return text if slash and known.endswith(_SMALL) else known
 
 
 def _from_library(library: str, own_name: str) -> Recipe:
