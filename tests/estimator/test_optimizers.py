@@ -189,6 +189,14 @@ def test_muon_leaves_embeddings_heads_and_vectors_to_adamw():
     assert "embed_tokens.weight, up.bias, lm_head.weight and 1 more" in use.notes[-1]
 
 
+def test_muon_updates_the_output_layers_inside_of_blocks():
+    block = nn.ModuleDict({"output": nn.ModuleDict({"dense": nn.Linear(16, 8, bias=False)})})
+    module = nn.ModuleDict({"layers": nn.ModuleList([block]), "output": nn.Linear(8, 50, bias=False)})
+    use = optimizer_use("muon", described(module))
+    assert use.state_bytes["layers.0.output.dense.weight"] == 4 * 128
+    assert use.state_bytes["output.weight"] == 2 * 4 * 400
+
+
 def test_master_weights_are_f32_copies_of_what_is_not_f32():
     model = Shapes([(32, 32), (16,)], (torch.bfloat16, torch.float32))
     use = optimizer_use("adamw", described(model), has_master_weights=True)

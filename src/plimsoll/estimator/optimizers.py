@@ -27,8 +27,11 @@ _FEWEST_8BIT_ELEMENTS = 4096
 _BLOCK_ELEMENTS = 256
 _TABLE_BYTES = 2 * 256 * 4
 _EMBEDDING_OR_HEAD = re.compile(
-    r"(^|[._])(embed\w*|wte|wpe|\w*embeddings?|shared|lm_head|head|heads|classifier|output|score)(\.|$)"
+    r"(^|[._])(embed\w*|wte|wpe|\w*embeddings?|shared|lm_head|head|heads|classifier|score)(\.|$)"
+    r"|^\D*(^|[._])output(\.|$)"
 )
+"""Names of weights that Muon leaves to AdamW. ``output`` is a head only outside of numbered blocks: BERT and ViT have an
+``attention.output.dense`` in each block."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
