@@ -163,13 +163,13 @@ def has_caching_allocator(device: Device) -> bool:
     return runs_gpu_kernels(device.name) and not device.name.startswith("TPU")
 
 
-def tensor_room(device: Device, layout: Layout) -> int:
+def tensor_room(device: Device, layout: Layout, token_bytes: int = 0) -> int:
     """Return the bytes that a device leaves for tensors: its memory minus the framework's memory, minus the bytes of published
-    runs that the items do not explain.
+    runs that the items do not explain. ``token_bytes`` is that of ``framework_items``.
     """
     share, most_bytes = _UNACCOUNTED[layout.pp > 1][:2] if has_caching_allocator(device) else (0.0, 0)
     room = max(int(device.memory_bytes / (1 + share)), device.memory_bytes - most_bytes)
-    return room - sum(item.bytes or 0 for item in framework_items(device, layout))
+    return room - sum(item.bytes or 0 for item in framework_items(device, layout, token_bytes))
 
 
 def kernel_items(op_names: Iterable[str]) -> tuple[BudgetItem, ...]:

@@ -128,10 +128,14 @@ def estimate(
     traces: dict[TraceKey, tuple[TracedTarget, Trace]] = {}
 
     def make(at: Layout, samples: Any) -> EstimateJob:
-        there = replace(setting, layout=at, budget_bytes=read_budget(budget, asked, at))
+        there = replace(setting, layout=at)
         request = _request(target, samples, sequence, loss, there)
         check_setting(there)
-        return _job(request, there, traces, part_of(report, 0.0, 0.8))
+        job = _job(request, there, traces, part_of(report, 0.0, 0.8))
+        # DeepEP's buffers follow from the model's width, which is known now.
+        room = read_budget(budget, asked, at, job.exchanged_bytes)
+        job.setting = replace(there, budget_bytes=room)
+        return job
 
     setting = setting if export is None else _without_strategy(setting, export, strategy)
     asked_first = _request(target, batch, sequence, loss, setting)
@@ -341,11 +345,12 @@ def _share(sequence: int, layout: Layout) -> int:
     return sequence // layout.cp
 
 
-def read_budget(budget: int | str | None, device: Device, layout: Layout) -> int | None:
+def read_budget(budget: int | str | None, device: Device, layout: Layout, token_bytes: int = 0) -> int | None:
     """Return the budget for the tensors of one rank in bytes, or ``None`` without a budget.
 
-    For ``auto`` it is what the device has left after everything else, minus a margin.
+    For ``auto`` it is what the device has left after everything else, minus a margin. ``token_bytes`` is the size of a token
+    that DeepEP sends, or 0 without DeepEP.
     """
     if budget == AUTO:
-        return int(tensor_room(device, layout) * (1 - AUTO_MARGIN))
+        return int(tensor_room(device, layout, token_bytes) * (1 - AUTO_MARGIN))
     return Budget.read(budget).asked_bytes

@@ -322,7 +322,7 @@ class EstimateJob:
                 memory,
                 rank.optimizers,
                 (
-                    *framework_items(setting.device, layout, self._exchanged_bytes),
+                    *framework_items(setting.device, layout, self.exchanged_bytes),
                     *kernel_items(spec.name for stage in rank.stages for spec in stage.trace.specs.values()),
                 ),
                 has_pipeline=layout.pp > 1,
@@ -405,7 +405,7 @@ class EstimateJob:
         )
 
     @property
-    def _exchanged_bytes(self) -> int:
+    def exchanged_bytes(self) -> int:
         """The size in bytes of a token that DeepEP sends, in 16 bits. It is 0 without DeepEP."""
         return 2 * (self.facts.hidden or 0) if self.setting.how.moe == "deepep" else 0
 

@@ -118,6 +118,15 @@ def test_buffers_of_deepep_are_those_that_it_asks_for():
 
 
 @pytest.mark.long
+def test_the_budget_of_the_whole_device_leaves_room_for_deepeps_buffers_not_nccls():
+    ask = {"precision": "bf16", "layout": "dp=2,ep=2", "budget": "auto"}
+    own, deepep = (plimsoll.estimate("mixtral-tiny", techniques=moe, **ask) for moe in ("", "moe=deepep"))
+    buffers = [sum(i.bytes or 0 for i in each.tightest.items if "(ep)" in i.name) for each in (own, deepep)]
+    assert deepep.budget_bytes - own.budget_bytes == pytest.approx(0.92 * (buffers[0] - buffers[1]), abs=2)
+    assert buffers[0] > 2 * buffers[1]
+
+
+@pytest.mark.long
 def test_fused_kernels_hold_less_and_deepep_has_buffers_of_its_own():
     ask = {"batch": 4, "sequence": 1024, "precision": "bf16", "layout": "dp=4,ep=4", "device": "H100-SXM"}
     own, fused, deepep = (
