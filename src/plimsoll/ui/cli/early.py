@@ -304,13 +304,22 @@ def _refuse_fit(typed: Mapping[str, Any]) -> None:
             why="the global batch divided by the micro-batch is the accumulation, and fit chooses the micro-batch",
             next=f"leave --accumulation out, or leave --global-batch out to fix {typed['accumulation']} micro-batches per step",
         )
-    if not typed["layout"] and not typed["techniques"]:
+    searching = _layout_option(typed)
+    if not searching:
         return
     if typed["save_plan"] is not None:
         raise InvalidOption(
-            "--save-plan cannot be used with --layout or --techniques.",
-            why="each stage of a layout has its own plan, and --save-plan writes only one",
+            f"--save-plan cannot be used with {searching}.",
+            why="the option makes fit search layouts; each stage of a layout has its own plan, and --save-plan writes only one",
             next="save the result with --output, or run `plimsoll estimate` for the layout that was found, with --plans DIR",
+        )
+    limits = {"most_batch": "--most-batch", "solves": "--solves"}
+    changed = [f"{flag} {typed[name]}" for name, flag in limits.items() if typed[name] != _BESIDE_LONGEST["fit"][name]]
+    if changed:
+        raise InvalidOption(
+            f"{' and '.join(changed)} cannot be used with {searching}.",
+            why="the option makes fit search layouts, which has its own limits for micro-batches and plans",
+            next=f"leave out {' and '.join(changed)}",
         )
     from plimsoll.artifacts.job import read_techniques
     from plimsoll.estimator.parallelism.layouts import layout_entries
@@ -328,10 +337,19 @@ def _refuse_fit(typed: Mapping[str, Any]) -> None:
     lacking = [flag for flag, value in missing.items() if value is None]
     if lacking:
         raise InvalidOption(
-            f"--{'layout' if typed['layout'] else 'techniques'} needs {' and '.join(flag.split()[0] for flag in lacking)}.",
+            f"{searching} needs {' and '.join(flag.split()[0] for flag in lacking)}.",
             why="layouts are compared by the seconds of one step over the global batch, estimated for a device profile",
             next=f"add {' '.join(lacking)}",
         )
+
+
+def _layout_option(typed: Mapping[str, Any]) -> str:
+    """Return the option that makes ``fit`` search layouts with estimates, or an empty text. Without one, it traces the step."""
+    for name in ("layout", "techniques", "precision", "strategy"):
+        if typed[name]:
+            return f"--{name}"
+    optimizer = typed["optimizer"]
+    return "" if optimizer in list(options.OptimizerName) else f"--optimizer {optimizer}"
 
 
 def _refuse_beside_longest(command: str, typed: Mapping[str, Any]) -> None:
