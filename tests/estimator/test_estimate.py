@@ -29,6 +29,7 @@ from plimsoll.errors import (
 from plimsoll.estimator import estimate as estimating
 from plimsoll.estimator.budget import framework_items
 from plimsoll.estimator.catalogue.models import known_models
+from plimsoll.lengths import longest_sequence
 from plimsoll.planning.costing.devices import find_device
 from plimsoll.ui.terminal import render_artifact
 from plimsoll.units import format_bytes
@@ -324,6 +325,12 @@ def test_a_large_vocabulary_is_told_what_a_chunked_loss_would_take_off(tmp_path:
     (tmp_path / "config.json").write_text(json.dumps(config))
     found = plimsoll.estimate(str(tmp_path / "config.json"), 1, device="laptop-CPU", sequence=128)
     assert any("plimsoll.chunked.chunk_loss" in note for note in found.notes)
+
+
+def test_a_loss_is_refused_for_a_target_by_name():
+    for search in (plimsoll.estimate, longest_sequence):
+        with pytest.raises(InvalidOption, match="loss= would not have an effect on llama-tiny"):
+            search("llama-tiny", loss=lambda out: out.logits.sum())
 
 
 def test_a_models_own_dtype_must_be_the_precision_that_the_estimate_names():

@@ -106,6 +106,7 @@ def estimate(
     _check_words(
         precision=precision, layout=layout, techniques=techniques, optimizer=optimizer, strategy=strategy, export=export
     )
+    refuse_loss(target, loss)
     asked = find_device(device)
     space = LayoutSpace.read(layout)
     if space is None and export is None:
@@ -343,6 +344,20 @@ def _share(sequence: int, layout: Layout) -> int:
     """
     check_layout(layout, ModelFacts(name="the batch", architecture="", sequence=sequence))
     return sequence // layout.cp
+
+
+def refuse_loss(target: str | torch.nn.Module, loss: object) -> None:
+    """Raise an error if a loss is given together with a target by name.
+
+    Raises:
+        InvalidOption: the loss would not have an effect.
+    """
+    if isinstance(target, str) and loss is not None:
+        raise InvalidOption(
+            f"loss= would not have an effect on {target}.",
+            why="a target given by name has its own batch and loss",
+            next="leave loss= out, or pass the model itself with its batch",
+        )
 
 
 def read_budget(budget: int | str | None, device: Device, layout: Layout, token_bytes: int = 0) -> int | None:
