@@ -192,6 +192,18 @@ def test_layouts_are_searched_with_batch_and_plan_and_the_faster_sequence_is_tak
     assert found.throughput.tokens_per_second == max(each.throughput.tokens_per_second for each in alone)
 
 
+def test_layouts_are_searched_for_the_loss_that_is_given():
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU())
+    how: dict[str, Any] = {"layout": "ranks=1", "global_batch": 8, "device_profile": "H100-SXM"}
+    found = plimsoll.fit(model, torch.ones(8, 64), "1GiB", loss=torch.sum, **how)
+    assert found.facts.batch == 8
+    for ignored in ({"most_batch": 2}, {"most_solves": 1}):
+        with pytest.raises(InvalidOption, match=f"{next(iter(ignored))}=. cannot be combined with layout="):
+            plimsoll.fit(model, torch.ones(8, 64), "1GiB", loss=torch.sum, **how, **ignored)
+    with pytest.raises(InvalidOption, match="A function as batch="):
+        plimsoll.fit(model, lambda examples, tokens: torch.ones(examples, 64), "1GiB", loss=torch.sum, **how)
+
+
 def test_layouts_want_a_global_batch_a_device_and_an_optimizer_by_name():
     with pytest.raises(InvalidOption, match="global_batch=None"):
         plimsoll.fit("llama-tiny", None, "auto", layout="ranks=4", device_profile="H100-SXM")

@@ -82,6 +82,7 @@ def fit(
     accumulation: int = 1,
     optimizer: str | None = None,
     regions: Sequence[str] | None = None,
+    loss: Loss | None = None,
     device_profile: str | None = None,
     layout: str,
     techniques: str = "",
@@ -175,8 +176,16 @@ def fit(
         )
     if layout or isinstance(optimizer, str):
         named = "adamw" if optimizer is None else optimizer
-        searched = _LayoutFit(layout, budget, global_batch, device_profile, named, techniques, precision, strategy)
-        searched.check(accumulation, regions)
+        searched = _LayoutFit(
+            layout, budget, global_batch, device_profile, named, techniques, precision, strategy, loss
+        )
+        searched.check(
+            batch,
+            accumulation=(accumulation, 1),
+            regions=(regions, None),
+            most_batch=(most_batch, MOST_BATCH),
+            most_solves=(most_solves, MOST_SOLVES),
+        )
         return searched.run(model, batch, _sequences(sequences), report)
     if isinstance(model, str):
         model, batch, loss = _loaded(model, batch, loss, _sequences(sequences), is_meta=device_profile is not None)
@@ -219,20 +228,32 @@ class _LayoutFit(NamedTuple):
     techniques: str = ""
     precision: str | None = None
     strategy: str | None = None
+    loss: Loss | None = None
 
-    def check(self, accumulation: int, regions: Sequence[str] | None) -> None:
-        """Refuse options without effect on layouts, and an optimizer that is given by name without a layout."""
+    def check(self, batch: Any, **without_effect: tuple[object, object]) -> None:
+        """Refuse options without effect on layouts, and an optimizer that is given by name without a layout.
+
+        ``without_effect`` maps names of options to their value and their default.
+        """
         if not self.layout:
             raise InvalidOption(
                 f"optimizer={self.optimizer!r} needs layout=.",
                 why="without a layout, the optimizer itself is traced, and a name is not enough",
                 next="pass the optimizer or its class, or add layout=",
             )
-        if accumulation != 1 or regions is not None:
+        given = {name: value for name, (value, default) in without_effect.items() if value != default}
+        if given:
+            what = " and ".join(f"{name}={value}" for name, value in given.items())
             raise InvalidOption(
-                f"accumulation={accumulation} and regions={regions} cannot be combined with layout={self.layout!r}.",
-                why="the layout and the global batch set the number of micro-batches, and the estimate finds the blocks",
-                next="leave out accumulation= and regions=",
+                f"{what} cannot be combined with layout={self.layout!r}.",
+                why="the search of layouts chooses micro-batches and their number itself, and the estimate finds the blocks",
+                next=f"leave out {' and '.join(f'{name}=' for name in given)}",
+            )
+        if callable(batch) and not isinstance(batch, torch.Tensor | nn.Module):
+            raise InvalidOption(
+                f"A function as batch= cannot be combined with layout={self.layout!r}.",
+                why="layouts are compared for the micro-batch that a model comes with",
+                next="pass a batch, such as the function's result for one micro-batch",
             )
 
     def run(self, target: nn.Module | str, batch: Any, sequences: Sequence[int] | None, report: Progress) -> Estimate:
@@ -260,6 +281,7 @@ class _LayoutFit(NamedTuple):
                 techniques=self.techniques,
                 precision=self.precision,
                 strategy=self.strategy,
+                loss=self.loss,
                 progress=report,
             )
             for sequence in sequences or (None,)
