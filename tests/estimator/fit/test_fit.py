@@ -192,6 +192,25 @@ def test_layouts_are_searched_with_batch_and_plan_and_the_faster_sequence_is_tak
     assert found.throughput.tokens_per_second == max(each.throughput.tokens_per_second for each in alone)
 
 
+@pytest.mark.long
+def test_changes_count_the_state_that_options_of_an_optimizer_add():
+    model = torch.nn.Sequential(*[torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.GELU()) for _ in range(4)])
+
+    def peaks(optimizer: torch.optim.Optimizer) -> dict[str, int | None]:
+        how: dict[str, Any] = {"loss": torch.sum, "device_profile": "H100-SXM", "most_batch": 8}
+        found = plimsoll.fit(model, torch.ones(8, 256), "1MiB", optimizer=optimizer, **how)
+        assert found.best is None
+        return {change.name: change.predicted_peak_bytes for change in found.changes}
+
+    name = "ZeRO stage 1 over 8 ranks"
+    plain, heavy = (peaks(torch.optim.SGD(model.parameters(), lr=0.1, momentum=m))[name] for m in (0.0, 0.9))
+    shard_bytes = sum(parameter.nbytes for parameter in model.parameters()) // 8
+    assert heavy - plain >= shard_bytes
+    found = peaks(torch.optim.RMSprop(model.parameters(), momentum=0.9, centered=True))
+    assert name not in found
+    assert found["an 8-bit optimizer, or more ranks"] is None
+
+
 def test_layouts_are_searched_for_the_loss_that_is_given():
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU())
     how: dict[str, Any] = {"layout": "ranks=1", "global_batch": 8, "device_profile": "H100-SXM"}

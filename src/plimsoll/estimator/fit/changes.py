@@ -27,6 +27,11 @@ _TOLERATED = "1%"
 _RANKS = 8
 """The number of ranks in the suggestion to shard with ZeRO: the devices of one node, for most accelerators."""
 
+_ADDING_STATE = ("momentum", "centered", "amsgrad")
+"""Options of torch's optimizers that add a tensor of state for each parameter. By default they are off."""
+_ALWAYS_MOMENTUM = ("muon",)
+"""The optimizers whose momentum is on by default."""
+
 
 def find_changes(training: FitTraining, device: SingleDevice, smallest: FitPoint) -> tuple[FitChange, ...]:
     """Return changes that would help when no point (a micro-batch and sequence) of a search fits. Each change is applied to
@@ -109,8 +114,15 @@ class _Finder:
         yield self._estimate("tensor parallel over 2 ranks", "tp=2", optimizer or "none")
 
     def _optimizer_name(self) -> str | None:
+        """Return the name of the optimizer as in estimates, with the options that add state to it."""
         optimizer = self.training.optimizer
-        return None if optimizer is None else type(optimizer).__name__.lower()
+        if optimizer is None:
+            return None
+        name = type(optimizer).__name__.lower()
+        options = [key for key in _ADDING_STATE if any(group.get(key) for group in optimizer.param_groups)]
+        if name == "sgd" and options == ["momentum"]:
+            return "sgd-momentum"
+        return name if name in _ALWAYS_MOMENTUM or not options else f"{name} with {' and '.join(options)}"
 
     def _estimate(self, name: str, layout: str, optimizer: str) -> FitChange:
         """Estimate the same micro-batch on another layout or with another optimizer, and return the change with its peak.
