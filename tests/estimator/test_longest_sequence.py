@@ -74,6 +74,12 @@ def test_the_lengths_by_the_error_enclose_the_length(found):
         assert row.error_tokens == max(row.tokens - row.least_tokens, row.most_tokens - row.tokens) > 0
 
 
+@pytest.mark.long
+def test_documents_that_are_longer_than_a_tried_length_do_not_end_the_search(found):
+    packed = longest_sequence(make_model(), batch_of, budget=BUDGET, techniques="packed=4096")
+    assert [row.tokens for row in packed.rows] == [row.tokens for row in found.rows]
+
+
 def test_the_result_survives_its_file_and_can_be_shown(found):
     assert from_json(to_json(found)) == found
     assert f"{found.longest:,} tokens" in str(found)

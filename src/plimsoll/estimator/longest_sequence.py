@@ -389,7 +389,9 @@ class _RowSearch:
         setting = self.setting
         trace = self.steps.at(sequence, is_tiled=self.is_tiled)
         reads_both_ways = "mxf8" in setting.device.peak_flops_per_second
-        step = with_techniques(trace, setting.how, sequence, reads_both_ways=reads_both_ways)
+        # A sample that is not longer than a document is one document, so packing does not change its step.
+        how = setting.how if sequence > setting.how.packed else msgspec.structs.replace(setting.how, packed=0)
+        step = with_techniques(trace, how, sequence, reads_both_ways=reads_both_ways)
         facts: ModelFacts = msgspec.structs.replace(self.steps.traced.facts, sequence=sequence)
         return EstimateJob(setting, TracedTarget(trace=trace, facts=facts), step)
 
