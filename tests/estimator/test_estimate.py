@@ -327,6 +327,19 @@ def test_a_large_vocabulary_is_told_what_a_chunked_loss_would_take_off(tmp_path:
     assert any("plimsoll.chunked.chunk_loss" in note for note in found.notes)
 
 
+@pytest.mark.parametrize("sequence", [0, -256, True, 1.5, "256"])
+def test_a_sequence_that_is_no_count_is_refused(sequence: Any):
+    with pytest.raises(InvalidOption, match=r"sequence=.* is not a valid count"):
+        plimsoll.estimate("llama-tiny", sequence=sequence)
+
+
+@pytest.mark.parametrize("wrong", [{"layout": None}, {"techniques": None}, {"precision": 3}])
+def test_options_of_a_wrong_type_are_refused_by_name(wrong: dict[str, Any]):
+    for search in (plimsoll.estimate, longest_sequence):
+        with pytest.raises(InvalidOption, match=next(iter(wrong))):
+            search("llama-tiny", **wrong)
+
+
 def test_a_loss_is_refused_for_a_target_by_name():
     for search in (plimsoll.estimate, longest_sequence):
         with pytest.raises(InvalidOption, match="loss= would not have an effect on llama-tiny"):

@@ -67,6 +67,10 @@ def test_what_is_given_stays_and_what_does_not_divide_is_left_out():
         ("samples=8,tp=2", "lacks ranks="),
         ("ranks=0,samples=8", "does not define a search over layouts"),
         ("ranks=8,samples=many", "does not define a search over layouts"),
+        ("ranks=8,samples=8,tp=x", "tp=x is not a valid degree"),
+        ("ranks=8,samples=8,zero=", "zero= is not a valid degree"),
+        ("ranks=8,samples=8,cp=0", "cp=0 is too small"),
+        ("ranks=8,samples=8,pp=0", "pp=0 is too small"),
     ],
 )
 def test_half_a_space_is_refused(text: str, found: str):

@@ -31,6 +31,7 @@ from plimsoll.estimator.techniques import with_techniques
 from plimsoll.estimator.trace_cache import AnswerCache, TracedTarget
 from plimsoll.planning.costing.devices import Device, find_device
 from plimsoll.session.options import AUTO_MARGIN, Budget, check_text
+from plimsoll.units import check_count
 
 if TYPE_CHECKING:
     import torch
@@ -103,10 +104,12 @@ def estimate(
     """
     started = time.monotonic()
     report = progress or silent
-    _check_words(
+    check_words(
         precision=precision, layout=layout, techniques=techniques, optimizer=optimizer, strategy=strategy, export=export
     )
     refuse_loss(target, loss)
+    if sequence is not None:
+        check_count("sequence", sequence, least=1)
     asked = find_device(device)
     space = LayoutSpace.read(layout)
     if space is None and export is None:
@@ -230,7 +233,12 @@ _TAKEN = {"precision": Precision | None, "layout": Layout, "techniques": Techniq
 """The type that an option of an estimate may have instead of text. Options that are not listed may be ``None`` instead."""
 
 
-def _check_words(**given: object) -> None:
+def check_words(**given: object) -> None:
+    """Raise an error for an option of an estimate that is neither text nor of another type that the option may have.
+
+    Raises:
+        InvalidOption: names the option.
+    """
     for name, value in given.items():
         if not isinstance(value, _TAKEN.get(name, type(None))):
             check_text(name, value)

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 from plimsoll.artifacts.job import Layout, ModelFacts
 from plimsoll.errors import InvalidLayout
-from plimsoll.estimator.parallelism.layouts import check_layout, layout_entries, read_layout
+from plimsoll.estimator.parallelism.layouts import check_layout, layout_entries, read_degree, read_layout
 
 _OPEN = ("ranks", "samples")
+_DEGREES = frozenset(("tp", "pp", "dp", "cp", "ep", "zero"))
 _LARGEST_TP = 8
 
 
@@ -29,7 +30,7 @@ class LayoutSpace:
         """Parse the space of layouts that a text describes. Return ``None`` if the text names a single layout.
 
         Raises:
-            InvalidLayout: only one of ``ranks`` and ``samples`` is given, or a value is not a positive number.
+            InvalidLayout: only one of ``ranks`` and ``samples`` is given, or a value is not a valid number.
 
         Example:
             >>> LayoutSpace.read("ranks=64, samples=512, tp=8").given
@@ -50,6 +51,8 @@ class LayoutSpace:
                 next='write "ranks=64,samples=512", followed by the degrees that you want to fix; or name one layout, such as '
                 '"dp=8,zero=3"',
             )
+        for key in _DEGREES & given.keys():
+            read_degree(key, given[key])
         return LayoutSpace(int(found["ranks"]), int(found["samples"]), given)
 
     def layouts(self, batch: int, facts: ModelFacts) -> Iterator[Layout]:

@@ -24,7 +24,7 @@ from plimsoll.artifacts.progress import Progress, part_of, silent
 from plimsoll.artifacts.trace import Trace
 from plimsoll.errors import InvalidOption, PlimsollError
 from plimsoll.estimator.budget import TENSOR_ITEMS, has_caching_allocator
-from plimsoll.estimator.estimate import read_budget, refuse_loss
+from plimsoll.estimator.estimate import check_words, read_budget, refuse_loss
 from plimsoll.estimator.estimate_job import EstimateJob
 from plimsoll.estimator.parallelism.layouts import check_layout, read_layout
 from plimsoll.estimator.rank_estimates import StageOfRank
@@ -142,6 +142,7 @@ def longest_sequence(
     """
     started = time.monotonic()
     report = progress or silent
+    check_words(precision=precision, layout=layout, techniques=techniques, optimizer=optimizer)
     refuse_loss(target, loss)
     asked = find_device(device)
     spread = read_layout(layout)

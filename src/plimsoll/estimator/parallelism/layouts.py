@@ -170,18 +170,32 @@ def _no_degree(key: str, found: str) -> InvalidLayout:
     )
 
 
+def read_degree(key: str, text: str) -> int:
+    """Return the number that the text of one entry of a layout gives, such as ``8`` for ``tp``.
+
+    Raises:
+        InvalidLayout: it is not a number, too small or too large.
+    """
+    value = _degree(key, text)
+    _check_degree(key, value)
+    return value
+
+
+def _check_degree(key: str, value: int) -> None:
+    least = 0 if key == "zero" else 1
+    if value < least:
+        raise InvalidLayout(
+            f"{key}={value} is too small.",
+            why=f"the smallest valid value is {least}",
+            next=f"write {key}={least}, or leave it out",
+        )
+    if value > _MOST:
+        raise _no_degree(key, f"{value:,}" if value < 10**18 else "…")
+
+
 def _check(layout: Layout) -> None:
     for key, name in _FIELDS.items():
-        value: int = getattr(layout, name)
-        least = 0 if key == "zero" else 1
-        if value < least:
-            raise InvalidLayout(
-                f"{key}={value} is too small.",
-                why=f"the smallest valid value is {least}",
-                next=f"write {key}={least}, or leave it out",
-            )
-        if value > _MOST:
-            raise _no_degree(key, f"{value:,}" if value < 10**18 else "…")
+        _check_degree(key, getattr(layout, name))
     _check_pipeline(layout)
     _check_sharding(layout)
 
