@@ -72,6 +72,18 @@ def test_a_power_limit_slows_arithmetic_and_leaves_memory():
     assert find_device("H100@900W").achieved_arithmetic == h100.achieved_arithmetic
 
 
+@pytest.mark.parametrize("name", ["RTX-4090@225W", "B200@500W", "L40S@175W", "MI300X@375W"])
+def test_half_of_the_vendors_power_limit_slows_every_common_card(name):
+    card, limited = find_device(name.partition("@")[0]), find_device(name)
+    assert limited.achieved_arithmetic == pytest.approx(0.5**0.5 * card.achieved_arithmetic)
+
+
+def test_an_rtx_4060_ti_has_eight_lanes_to_its_host():
+    card, wide = find_device("RTX-4060-Ti"), find_device("RTX-4070")
+    assert card.host_link_bytes_per_second == wide.host_link_bytes_per_second / 2
+    assert card.link_bytes_per_second == wide.link_bytes_per_second / 2
+
+
 def test_a_network_is_given_in_gigabits_to_each_device():
     assert find_device("A100@50Gb/s@300W").network_bytes_per_second == 6.25e9
 
@@ -80,6 +92,14 @@ def test_a_network_is_given_in_gigabits_to_each_device():
 def test_what_a_device_cannot_have_is_refused(change):
     with pytest.raises(UnknownDevice, match="is not a valid change"):
         find_device(f"H100@{change}")
+
+
+@pytest.mark.parametrize(
+    "name", ["TPU-v5e@100W", "24GiB+165TFLOPS+1008GB/s@200W", "H100@500W@500W", "A100@50Gb/s@9Gb/s"]
+)
+def test_a_change_without_effect_is_refused(name):
+    with pytest.raises(UnknownDevice, match="cannot have the change"):
+        find_device(name)
 
 
 def test_kernels_of_an_earlier_year_reach_less_under_whatever_limit():
@@ -102,7 +122,7 @@ def test_three_figures_describe_any_card():
     assert card.flops_per_second("bf16") == pytest.approx(known.flops_per_second("bf16"), rel=0.01)
     assert card.flops_per_second("f32") == pytest.approx(known.flops_per_second("f32"), rel=0.01)
     assert card.bandwidth_bytes_per_second == known.bandwidth_bytes_per_second
-    assert find_device("24 GiB + 165 tflops + 1008 GB/s @ 100W").memory_bytes == card.memory_bytes
+    assert find_device("24 GiB + 165 tflops + 1008 GB/s @ 100Gb/s").memory_bytes == card.memory_bytes
 
 
 @pytest.mark.parametrize(

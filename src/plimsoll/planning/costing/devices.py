@@ -249,9 +249,18 @@ def _changed(device: Device, change: str) -> Device:
             next=f"write {device.name}@500W or {device.name}@100Gb/s",
         )
     amount, name = float(match[1]), f"{device.name}@{change.strip()}"
+    is_given = re.search(rf"@[\d.]+ ?{match[2]}", device.name) is not None
+    if is_given or (match[2] == "W" and not device.watts):
+        raise UnknownDevice(
+            f"{device.name} cannot have the change {change!r}.",
+            why=f"a change in {match[2]} is given already"
+            if is_given
+            else "the catalogue does not have the power limit that the vendor gives it, to compare with",
+            next=f"leave @{change.strip()} out",
+        )
     if match[2] == "Gb/s":
         return replace(device, name=name, network_bytes_per_second=amount / 8 * _GIGA)
-    clock = min(1.0, amount / device.watts) ** _CLOCK_BY_POWER if device.watts else 1.0
+    clock = min(1.0, amount / device.watts) ** _CLOCK_BY_POWER
     return replace(
         device,
         name=name,
