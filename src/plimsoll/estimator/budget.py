@@ -91,13 +91,11 @@ class RankMemory:
     """The simulated memory of one rank at its peak, as data.
 
     ``classes`` maps categories to bytes. ``waiting_bytes`` of these are activations of other micro-batches in flight.
-    ``waiting_error`` is the additional relative error of ``waiting_bytes``, because these micro-batches wait in other stages of
-    the rank. ``allocator`` is what the device's caching allocator holds for these tensors, or ``None`` on a CPU.
+    ``allocator`` is what the device's caching allocator holds for these tensors, or ``None`` on a CPU.
     """
 
     classes: Mapping[str, int]
     waiting_bytes: int
-    waiting_error: float = 0.0
     allocator: AllocatorUse | None = None
     has_stand_ins: bool = False
     """Whether the trace had to assume which kernels the device runs, because this machine lacks the device.
@@ -135,7 +133,7 @@ def budget_items(
         exact[Category.GRADIENT],
         *_optimizer_items(classes.get(Category.OPTIMIZER_STATE, 0), optimizers),
         modelled("activations", classes.get(Category.ACTIVATION, 0) - memory.waiting_bytes, error),
-        modelled(_WAITING, memory.waiting_bytes, error + memory.waiting_error),
+        modelled(_WAITING, memory.waiting_bytes, error),
         modelled("temporaries", classes.get(Category.TEMPORARY, 0), _TEMPORARY_ERROR[is_stood_in]),
         modelled("communication", classes.get(Category.COMMUNICATION, 0), _COMMUNICATION_ERROR),
         exact[Category.BUFFER],

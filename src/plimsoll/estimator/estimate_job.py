@@ -36,7 +36,7 @@ from plimsoll.estimator.pipeline_schedule.timeline import (
     bubble_growth,
     simulate_pipeline,
 )
-from plimsoll.estimator.rank_estimates import Decided, KnownChoices, Rank, StageOfRank, decide_rank
+from plimsoll.estimator.rank_estimates import Decided, KnownChoices, Rank, StageOfRank, decide_rank, simulate_again
 from plimsoll.estimator.setting import AUTO, Setting
 from plimsoll.estimator.setting_checks import check_setting
 from plimsoll.estimator.switches import SwitchedModel
@@ -66,6 +66,8 @@ _TUNED_MEMORY = {("A100", True): 0.09, ("H100", False): 0.12, ("H200", False): 0
 It is the largest error in the tuning half of the published runs, which also tuned the unaccounted bytes: pipelines in 16 bits
 on A100, FSDP with expandable segments on H100 and H200.
 """
+_WEIGHINGS = 4
+"""How often the stages of an interleaved pipeline are planned, if the plans do not fit."""
 _WORTH_CHUNKING = 0.03
 """If a chunked loss (the loss of a few tokens at a time) lowers the peak by more than this share, a note mentions it."""
 
@@ -225,7 +227,7 @@ class EstimateJob:
     def _decided(self, strategy: str, sending: Sending | None) -> list[Rank]:
         """Decide what all stages of every rank keep and recompute, and return the ranks.
 
-        With virtual stages this happens twice: the first result says how many bytes each stage's micro-batches hold, which
+        With virtual stages this happens several times: a result says how many bytes each stage's micro-batches hold, which
         ``_weighed`` needs.
         """
         if strategy == AUTO and self._planned is not None:
@@ -233,24 +235,50 @@ class EstimateJob:
         known: KnownChoices = {}
         setting = replace(self.setting, strategy=strategy, sending=sending)
         ranks = [decide_rank(stages, setting, known) for stages in self.stages_of_ranks]
-        if self.layout.virtual_stages > 1:
+        if self.layout.virtual_stages > 1 and strategy == AUTO:
+            ranks = self._planned_by_weight(ranks, setting, known)
+        elif self.layout.virtual_stages > 1:
             ranks = [decide_rank(stages, setting, known) for stages in self._weighed(ranks)]
         if strategy == AUTO:  # a search plans the fastest layout before ``run`` asks for it again
             self._planned = ranks
         return ranks
+
+    def _planned_by_weight(self, ranks: list[Rank], setting: Setting, known: KnownChoices) -> list[Rank]:
+        """Plan the ranks of an interleaved pipeline, given first plans for them. Return the fastest plans that fit, or those
+        with the lowest peak.
+
+        How many micro-batches wait on a stage depends on the bytes that they hold, and so on the plans, which depend on it in
+        turn. So the peak of plans is simulated again with the micro-batches that wait under these same plans. If it exceeds the
+        budget, the next plans get a budget that is lower by the excess.
+        """
+        tried: list[tuple[bool, float, list[Rank]]] = []
+        budget_bytes = setting.budget_bytes
+        for _ in range(_WEIGHINGS):
+            weighed = list(self._weighed(ranks))
+            ranks = [simulate_again(stages, rank.decided) for stages, rank in zip(weighed, ranks, strict=True)]
+            peak_bytes = max(rank.peak_bytes for rank in ranks)
+            excess_bytes = 0 if setting.budget_bytes is None else peak_bytes - setting.budget_bytes
+            is_over = excess_bytes > 0
+            tried.append((is_over, peak_bytes if is_over else self._timed(ranks)[1], ranks))
+            if budget_bytes is None or (len(tried) > 1 and not is_over):
+                break
+            budget_bytes -= max(excess_bytes, 0)
+            tighter = replace(setting, budget_bytes=max(budget_bytes, 1))
+            ranks = [decide_rank(stages, tighter, known) for stages in weighed]
+        return min(tried, key=lambda each: each[:2])[2]
 
     def _weighed(self, ranks: list[Rank]) -> Iterator[list[StageOfRank]]:
         """For each rank, yield its stages with ``in_flight`` set: how many micro-batches of a stage wait for their backward at
         one time.
 
         ``in_flight`` is the number of the stage's own micro-batches that hold as many bytes as the micro-batches of all the
-        rank's stages together.
+        rank's stages together. It may be a fraction.
         """
         pp = self.layout.pp
         held = [micro_batch_bytes(ranks[n % pp].decided[n // pp].simulation) for n in range(self.layout.stages)]
         for position, most_bytes in enumerate(held_bytes(self.orders, held)):
             own = held[position::pp]
-            flights = [max(1, round(most_bytes / each)) if each else 1 for each in own]
+            flights = [max(1.0, most_bytes / each) if each else 1.0 for each in own]
             stages = zip(ranks[position].stages, flights, strict=True)
             yield [stage if stage.in_flight == flight else stage.waiting_with(flight) for stage, flight in stages]
 
@@ -304,7 +332,6 @@ class EstimateJob:
         memory = RankMemory(
             classes=classes,
             waiting_bytes=waiting_bytes(simulation) if is_waiting else 0,
-            waiting_error=rank.waiting_error,
             allocator=use,
             has_stand_ins=runs_gpu_kernels(setting.device.name),
         )

@@ -2,15 +2,18 @@
 
 A rank of an interleaved pipeline holds several stages. Each stage is planned separately, with the lasting bytes of the other
 stages taken off the budget. Its ``in_flight`` counts its own micro-batches, as many as hold the bytes that the micro-batches of
-all stages hold at most. ``Rank.waiting_error`` is the error from rounding that to whole micro-batches.
+all stages hold at most. It may be a fraction.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+
+import msgspec
 
 from plimsoll.artifacts.costs import Costs
 from plimsoll.artifacts.memory_use import AllocationEvent, OptimizerUse
@@ -55,12 +58,12 @@ class StageOfRank:
     ``in_flight`` is the largest number of its micro-batches that are between forward and backward at one time.
     """
 
-    def __init__(self, setting: Setting, stage: StageTrace, in_flight: int) -> None:
+    def __init__(self, setting: Setting, stage: StageTrace, in_flight: float) -> None:
         self.setting = setting
         self.stage = stage
         self.in_flight = in_flight
 
-    def waiting_with(self, in_flight: int) -> StageOfRank:
+    def waiting_with(self, in_flight: float) -> StageOfRank:
         """Return the same stage with ``in_flight`` micro-batches in flight (between forward and backward).
 
         The new stage shares the trace and the other parts that do not depend on this number.
@@ -200,6 +203,16 @@ class StageOfRank:
         plan = solve(planner, budget_bytes=budget_bytes, raise_below_floor=False)
         return Decided(run_choices(planner.index, choices_of(planner.index, plan.regions)), plan)
 
+    def follow(self, decided: Decided) -> Decided:
+        """Simulate decisions that were made for the same stage with another number of micro-batches in flight."""
+        simulation = run_choices(self.index, decided.simulation.choices)
+        if decided.plan is None:
+            return Decided(simulation)
+        plan = msgspec.structs.replace(
+            decided.plan, predicted_peak_bytes=simulation.peak_bytes, in_flight=math.ceil(self.in_flight)
+        )
+        return Decided(simulation, plan)
+
     def named_choices(self, index: StepIndex, strategy: str) -> tuple[Choice, ...]:
         """Return the decisions of a named strategy: for each region, the choice of values that are kept, recomputed or
         offloaded.
@@ -250,15 +263,7 @@ class Rank:
     def host_bytes(self) -> int:
         """The most bytes that the host holds for this rank at one time."""
         stages = zip(self.stages, self.decided, strict=True)
-        return sum(stage.host_bytes + stage.in_flight * each.simulation.link_bytes for stage, each in stages)
-
-    @property
-    def waiting_error(self) -> float:
-        """The relative error from rounding what all stages hold to whole micro-batches of the tightest stage.
-
-        It is 0 for a rank with a single stage.
-        """
-        return 1 / self.stages[self.tightest].in_flight if len(self.stages) > 1 else 0.0
+        return sum(stage.host_bytes + int(stage.in_flight * each.simulation.link_bytes) for stage, each in stages)
 
     def lasting_beside(self, position: int) -> int:
         """Return the bytes that the rank's other stages (all but the one at ``position``) hold during the whole step."""
@@ -303,3 +308,8 @@ def decide_rank(stages: Sequence[StageOfRank], setting: Setting, known: KnownCho
         budget_bytes = None if setting.budget_bytes is None else max(setting.budget_bytes - beside, 1)
         decided.append(stage.decide(setting, budget_bytes, known))
     return Rank(tuple(stages), tuple(decided))
+
+
+def simulate_again(stages: Sequence[StageOfRank], decided: Sequence[Decided]) -> Rank:
+    """Simulate earlier decisions again, on the same stages with other numbers of micro-batches in flight."""
+    return Rank(tuple(stages), tuple(stage.follow(each) for stage, each in zip(stages, decided, strict=True)))

@@ -272,7 +272,7 @@ class _Generator:
         # Keeping less does not always lower the peak, because rebuilt values take memory too: on one Llama block, keeping
         # nothing had the same peak in backward as keeping everything, and keeping products and attention had a lower one
         # (docs/project/lab-notes.md). So peaks are computed, not assumed to fall.
-        others = sorted({0, 1, self.alike, self.alike * (self.index.waiting + 1)})
+        others = sorted({0, 1, self.alike, round(self.alike * (self.index.waiting + 1))})
         best = {many: min(self.known, key=lambda choice: self._height(choice, many)) for many in others}
         moving = others
         for _ in range(_DESCENTS_AT_MOST):

@@ -65,7 +65,8 @@ def describe_peak(simulation: Simulation) -> Peak:
             add(_STATE_LABELS.get(storage.category) or storage.label or storage.category.value, storage.bytes)
     if index.waiting and instant < index.last_wait:
         add(
-            f"{index.waiting} other micro-batch{'es' if index.waiting > 1 else ''} in flight", waiting_bytes(simulation)
+            f"{index.waiting:.3g} other micro-batch{'es' if index.waiting > 1 else ''} in flight",
+            waiting_bytes(simulation),
         )
     workspace = int(index.workspace[instant])
     if workspace:
@@ -104,14 +105,14 @@ def describe_largest_change(before: Simulation, after: Simulation) -> str:
 
 def waiting_bytes(simulation: Simulation) -> int:
     """Return the bytes that other micro-batches hold on a pipeline stage while they wait for their backward."""
-    return held_bytes(simulation) * simulation.index.waiting
+    return int(held_bytes(simulation) * simulation.index.waiting)
 
 
 def held_bytes(simulation: Simulation) -> int:
     """Return the number of bytes that one micro-batch holds between its forward and its backward."""
     index = simulation.index
     own_bytes = int(simulation.curve[index.handover]) - index.lasting_bytes - index.loss_bytes
-    return own_bytes // (index.waiting + 1)
+    return int(own_bytes // (index.waiting + 1))
 
 
 def _name_instant(trace: Trace, instant: int) -> str:
@@ -321,8 +322,10 @@ class _Log:
         """
         stop = min(self.index.last_wait, self.index.instants)
         if _contains([span], self.index.handover):
-            for _ in range(self.index.waiting):
-                self._span((0, stop), size, f"waiting: {label}", category, lasts=stop == self.index.instants)
+            whole = int(self.index.waiting)
+            part_bytes = int((self.index.waiting - whole) * size)
+            for waiting_bytes in [size] * whole + [part_bytes]:
+                self._span((0, stop), waiting_bytes, f"waiting: {label}", category, lasts=stop == self.index.instants)
 
     def _span(self, span: Span, size: int, label: str, category: Category, *, lasts: bool = False) -> None:
         start, stop = span

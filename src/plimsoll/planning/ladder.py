@@ -44,7 +44,7 @@ def rungs_of(planner: Planner) -> Iterator[Plan]:
             prices = planner.region_prices(planner.window_prices(simulation, simulation.peak_bytes))
             written = write_plan(simulation, planner.baseline, "auto", prices)
             floor_bytes = min(planner.floor.peak_bytes, simulation.peak_bytes)
-            in_flight = planner.index.waiting + 1
+            in_flight = math.ceil(planner.index.waiting) + 1
             yield msgspec.structs.replace(written, floor_bytes=floor_bytes, in_flight=in_flight)
 
 

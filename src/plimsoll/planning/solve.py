@@ -226,7 +226,7 @@ def _write(
         predicted_error=math.sqrt(simulation.squared_error),
         link=link.name if link is not None and simulation.link_bytes else "",
         offloaded_bytes=simulation.link_bytes,
-        in_flight=index.waiting + 1,
+        in_flight=math.ceil(index.waiting) + 1,
     )
 
 

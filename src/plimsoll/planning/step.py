@@ -145,7 +145,7 @@ class StepIndex:
         forms: Forms | None = None,
         *,
         may_recompute: bool = True,
-        in_flight: int = 1,
+        in_flight: float = 1,
         loss_share: float = 0.0,
     ) -> None:
         """Prepare a step.
@@ -155,7 +155,8 @@ class StepIndex:
             costs: the seconds of its ops.
             forms: the compressed and offloaded forms that plans may use.
             may_recompute: whether plans may recompute values.
-            in_flight: how many micro-batches are between forward and backward at the same time.
+            in_flight: how many micro-batches are between forward and backward at the same time. It may be a fraction, where
+                micro-batches that wait in other stages of a rank count as a part of one.
             loss_share: bytes that a loss outside of the model takes between forward and backward, as a share of
                 ``between_bytes``.
         """

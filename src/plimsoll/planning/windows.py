@@ -55,7 +55,7 @@ def build_windows(index: StepIndex, sets: Sequence[ChoiceSet]) -> Windows:
     stacks = {key: _Stack(choice_set.effects) for key, choice_set in unique.items()}
     spans = _split(index, frames, [stacks[id(choice_set)] for choice_set in sets])
     handover = next((w for w, (a, b) in enumerate(spans) if a <= index.handover < b), -1)
-    waits = np.array([index.waiting if a < index.last_wait else 0 for a, _ in spans], dtype=np.int64)
+    waits = np.array([index.waiting if a < index.last_wait else 0 for a, _ in spans])
     fixed = np.array([int(index.fixed[a:b].max()) for a, b in spans], dtype=np.int64)
     effects, added = [], []
     for frame, choice_set in zip(frames, sets, strict=True):
@@ -64,7 +64,8 @@ def build_windows(index: StepIndex, sets: Sequence[ChoiceSet]) -> Windows:
         left = stack.undominated(tuple(dict.fromkeys(keys)))
         effects.append(tuple(choice_set.effects[choice] for choice in left))
         rows = np.stack([stack.row(key)[left] for key in keys])
-        added.append(rows + np.outer(waits, rows[handover]) if index.waiting else rows)
+        waiting_bytes = np.ceil(np.outer(waits, rows[handover])).astype(np.int64) if index.waiting else 0
+        added.append(rows + waiting_bytes)
     is_held = tuple(tuple(frame.exit <= a and b <= frame.stop for a, b in spans) for frame in frames)
     return Windows(tuple(spans), fixed, tuple(effects), tuple(added), is_held)
 

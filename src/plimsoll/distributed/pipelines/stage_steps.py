@@ -25,7 +25,7 @@ from plimsoll.estimator.parallelism.rank import rank_trace
 from plimsoll.estimator.pipeline_schedule.rank_memory import StageMemory
 from plimsoll.estimator.pipeline_schedule.timeline import ActionSeconds
 from plimsoll.estimator.rank_estimates import KnownChoices
-from plimsoll.planning.describe import held_bytes
+from plimsoll.planning.describe import held_bytes, waiting_bytes
 from plimsoll.planning.simulate import Simulation, choices_of, run_choices
 from plimsoll.planning.solve import Planner, solve
 from plimsoll.planning.step import RegionView, StepIndex
@@ -187,8 +187,7 @@ class StageStep:
         """
         index = simulation.index
         held = held_bytes(simulation)
-        waiting_bytes = index.waiting * held
-        steady_bytes = index.lasting_bytes + waiting_bytes
+        steady_bytes = index.lasting_bytes + waiting_bytes(simulation)
         half_bytes, grown_bytes = split_backward(simulation)
         forward, backward = simulation.curve[: index.handover + 1], simulation.curve[index.handover :]
         return StageMemory(
