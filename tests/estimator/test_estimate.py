@@ -221,6 +221,16 @@ def test_published_mfu_counts_heads_by_their_own_size_and_is_left_out_for_other_
     assert plimsoll.estimate("t5-tiny", device="H100").throughput.published_mfu is None
 
 
+@pytest.mark.long
+def test_a_strategy_that_keeps_what_full_keeps_says_so():
+    full = on_gpu(precision="bf16", strategy="full")
+    longer = {precision: on_gpu(precision=precision, strategy="every:2") for precision in ("bf16", "fp32")}
+    assert longer["bf16"].tightest.allocated_bytes == full.tightest.allocated_bytes
+    assert any("every:2 takes as much as full here" in note for note in longer["bf16"].notes)
+    for other in (full, longer["fp32"]):
+        assert not any("as much as full" in note for note in other.notes)
+
+
 def test_a_budget_that_nothing_reaches_is_said_not_to_fit():
     found = on_gpu(budget="2MiB")
     assert found.does_fit is False

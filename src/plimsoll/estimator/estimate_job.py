@@ -46,7 +46,7 @@ from plimsoll.planning.costing.roofline import peak_flops_per_second, roofline_c
 from plimsoll.planning.describe import allocation_events, classes_at_peak, describe_peak, waiting_bytes
 from plimsoll.planning.describe import held_bytes as micro_batch_bytes
 from plimsoll.planning.sending import Sending
-from plimsoll.planning.simulate import Simulation
+from plimsoll.planning.simulate import Simulation, links_of
 from plimsoll.planning.what_if import peak_with_chunked_loss
 from plimsoll.units import format_bytes, format_seconds
 
@@ -506,6 +506,12 @@ class EstimateJob:
                 f"computing logits and loss in chunks (plimsoll.chunked.chunk_loss) would save "
                 f"{format_bytes(head.peak_bytes - chunked)} of {format_bytes(ranks[-1].peak_bytes)} on the rank with the head"
             )
+        longer = [each.simulation for rank in ranks for each in rank.decided if _drops_boundaries(each.simulation)]
+        if longer and not any(links_of(each.index, each.choices) for each in longer):
+            notes.append(
+                f"{self.setting.strategy} takes as much as full here: autograd does not save the inputs of these blocks, only "
+                "casts of them, and an input that is not saved is kept"
+            )
         if self.setting.device.is_corrected or self.setting.device.is_described:
             notes.append(f"device figures: {self.setting.device.source}")
         if self.layout.pp > 1:
@@ -526,6 +532,11 @@ def _leaving_shards(setting: Setting) -> Setting | None:
     except (InvalidOption, InvalidLayout):
         return None
     return left
+
+
+def _drops_boundaries(simulation: Simulation) -> bool:
+    """Whether a strategy drops inputs of regions, so that several are recomputed from the input of the first."""
+    return any(choice.is_boundary_dropped for choice in simulation.choices)
 
 
 def _recompute_seconds(rank: Rank, position: int) -> float:
