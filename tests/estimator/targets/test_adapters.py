@@ -150,6 +150,13 @@ def test_adapters_have_f32_gradients_on_4_bit_weights_too(how: dict[str, Any]):
     )  # a new one may be alive at the peak
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("text", ["lora=4", "qlora=4"])
+def test_layers_whose_weight_a_kernel_reads_do_not_get_adapters(text: str):
+    found = plimsoll.estimate("mamba2-tiny", device="H100", precision="bf16", techniques=text)
+    assert f"{found.facts.layers} adapters are trained; all other parameters are frozen" in found.notes
+
+
 @pytest.mark.parametrize("text", ["lora=8,qlora=8", "lora=8,adapters=8", "lora-on=qv"])
 def test_half_or_double_wishes_are_refused(text: str):
     with pytest.raises(InvalidOption, match="contradictory or incomplete"):

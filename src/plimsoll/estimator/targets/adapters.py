@@ -33,6 +33,8 @@ _LAYERS = {
     "all": re.compile(""),
 }
 """For each value of ``lora-on``, a pattern for the names of the linear layers within blocks that get adapters."""
+_IN_KERNEL = re.compile(r"(^|\.)mixer\.out_proj$")
+"""Mamba's kernels read the weight of this layer and do not call the layer, so peft refuses adapters on it."""
 _AFTER = re.compile(r"\.\d+\.(\w*attn|\w*attention|mlp|ffn|feed_forward)$", re.IGNORECASE)
 _BLOCK_ELEMENTS = 64
 _NESTED_ELEMENTS = 256
@@ -92,6 +94,8 @@ def _add_low_rank(model: nn.Module, how: Techniques, undo: list[Callable[[], Non
     found = 0
     for name, module in list(model.named_modules()):
         if not isinstance(module, nn.Linear) or not _IN_BLOCKS.search(f".{name}"):
+            continue
+        if _IN_KERNEL.search(name):
             continue
         is_adapted = pattern.search(name) is not None
         if not is_adapted and not how.qlora:
