@@ -80,6 +80,17 @@ def test_documents_that_are_longer_than_a_tried_length_do_not_end_the_search(fou
     assert [row.tokens for row in packed.rows] == [row.tokens for row in found.rows]
 
 
+@pytest.mark.long
+def test_the_state_of_a_paged_optimizer_counts_on_the_host():
+    plain, paged = (
+        longest_sequence("llama-tiny", device="H100", budget="200MiB", precision="bf16", optimizer=name).rows[0]
+        for name in ("adamw", "paged-adamw")
+    )
+    assert plain.host_bytes == 0
+    parameter_bytes = plimsoll.estimate("llama-tiny", precision="bf16", strategy="full").facts.parameters * 2
+    assert parameter_bytes < paged.host_bytes < 2 * parameter_bytes, "tensors below 100,000 elements stay on the device"
+
+
 def test_the_result_survives_its_file_and_can_be_shown(found):
     assert from_json(to_json(found)) == found
     assert f"{found.longest:,} tokens" in str(found)

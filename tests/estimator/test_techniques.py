@@ -100,6 +100,11 @@ def test_techniques_that_contradict_the_rest_are_refused(how: dict[str, Any], wo
         on_gpu(**how)
 
 
+def test_a_paged_optimizer_is_not_offloaded_again():
+    with pytest.raises(InvalidOption, match="offload=optimizer cannot be combined with paged-adamw"):
+        on_gpu(techniques="offload=optimizer", optimizer="paged-adamw")
+
+
 def test_replicas_of_one_rank_each_are_refused_because_they_shard_nothing():
     with pytest.raises(InvalidLayout, match="replicas=8 leaves one rank in each group of dp=8"):
         on_gpu(layout="dp=8,zero=3,replicas=8")

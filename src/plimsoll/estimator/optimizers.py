@@ -140,6 +140,15 @@ def known_optimizers() -> tuple[str, ...]:
     return tuple(recipe.name for recipe in _RECIPES)
 
 
+def is_paged(name: str) -> bool:
+    """Whether an optimizer holds the state of large tensors in memory that the device and the host share.
+
+    Raises:
+        UnknownOptimizer: the catalogue does not have it.
+    """
+    return _find(name)[0].is_paged
+
+
 def has_fused_form(name: str) -> bool:
     """Whether an optimizer can run its step in one kernel per parameter, under a name that leaves the form open or names it.
 

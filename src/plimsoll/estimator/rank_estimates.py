@@ -157,7 +157,9 @@ class StageOfRank:
         gradients.
         """
         how, held, use = self.setting.how, self.setting.held, self.optimizer
-        state_bytes = use.host_state_bytes if use is not None and "optimizer" in how.on_host else 0
+        # A paged optimizer sends its state over the link. Otherwise only step counters are on the host.
+        is_there = use is not None and ("optimizer" in how.on_host or use.link_bytes > 0)
+        state_bytes = use.host_state_bytes if use is not None and is_there else 0
         if not held.on_host:
             return state_bytes
         shards = rank_parameters(self.stage.trace, self.setting.layout, held)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from plimsoll.artifacts.job import Layout, Precision, Techniques
 from plimsoll.errors import InvalidLayout, InvalidOption, InvalidStrategy
+from plimsoll.estimator.optimizers import is_paged
 from plimsoll.estimator.parallelism.rank import PARTLY_SHARDED
 from plimsoll.estimator.setting import AUTO, Setting, optimizer_of
 from plimsoll.planning.costing.host import host_link
@@ -153,6 +154,9 @@ def _check_offload(setting: Setting) -> None:
             "offloading the optimizer means that a GPU's optimizer steps on the host after all gradients are computed"
         )
         remedy = "name an optimizer and a GPU, and leave optimizer-in-backward out"
+    elif "optimizer" in how.on_host and is_paged(setting.optimizer or ""):
+        reason = "a paged optimizer moves its state between host and device itself, so the state would be moved twice"
+        remedy = f"leave offload= out, or use {(setting.optimizer or '').removeprefix('paged-')}"
     elif "parameters" in how.on_host and (layout.zero != _WHOLLY_SHARDED or layout.shards == 1):
         reason = "offloaded parameters are shards on the host, and this layout does not shard parameters"
         remedy = "use zero=3 and dp=2 or more, or write offload=optimizer"
