@@ -19,6 +19,7 @@ from plimsoll.artifacts.estimate import Estimate
 from plimsoll.artifacts.job import Layout
 from plimsoll.artifacts.store import load_any
 from plimsoll.errors import (
+    InvalidBudget,
     InvalidLayout,
     InvalidOption,
     InvalidStrategy,
@@ -365,6 +366,11 @@ def test_options_of_a_wrong_type_are_refused_by_name(wrong: dict[str, Any]):
     for search in (plimsoll.estimate, longest_sequence):
         with pytest.raises(InvalidOption, match=next(iter(wrong))):
             search("llama-tiny", **wrong)
+
+
+def test_a_device_without_room_for_tensors_is_refused_for_an_automatic_budget():
+    with pytest.raises(InvalidBudget, match="leaves nothing for tensors"):
+        on_gpu(device="0.5GiB+58TFLOPS+504GB/s", budget="auto")
 
 
 def test_a_loss_is_refused_for_a_target_by_name():

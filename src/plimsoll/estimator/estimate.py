@@ -14,7 +14,7 @@ from plimsoll.artifacts.estimate import Estimate, LayoutChoice
 from plimsoll.artifacts.job import Layout, ModelFacts, Precision, Techniques, parse_precision, read_techniques
 from plimsoll.artifacts.progress import Progress, part_of, silent
 from plimsoll.artifacts.trace import Trace
-from plimsoll.errors import InvalidLayout, InvalidOption
+from plimsoll.errors import InvalidBudget, InvalidLayout, InvalidOption
 from plimsoll.estimator.budget import tensor_room
 from plimsoll.estimator.estimate_job import EstimateJob
 from plimsoll.estimator.layout_search import LayoutSearch, MakeJob
@@ -31,7 +31,7 @@ from plimsoll.estimator.techniques import with_techniques
 from plimsoll.estimator.trace_cache import AnswerCache, TracedTarget
 from plimsoll.planning.costing.devices import Device, find_device
 from plimsoll.session.options import AUTO_MARGIN, Budget, check_text
-from plimsoll.units import check_count
+from plimsoll.units import check_count, format_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -373,7 +373,17 @@ def read_budget(budget: int | str | None, device: Device, layout: Layout, token_
 
     For ``auto`` it is what the device has left after everything else, minus a margin. ``token_bytes`` is the size of a token
     that DeepEP sends, or 0 without DeepEP.
+
+    Raises:
+        InvalidBudget: nothing is left on the device, or the text is not an amount of bytes.
     """
     if budget == AUTO:
-        return int(tensor_room(device, layout, token_bytes) * (1 - AUTO_MARGIN))
+        room = int(tensor_room(device, layout, token_bytes) * (1 - AUTO_MARGIN))
+        if room <= 0:
+            raise InvalidBudget(
+                f"budget='auto' leaves nothing for tensors on {device.name}.",
+                why=f"context, kernels, workspaces and communication take all of its {format_bytes(device.memory_bytes)}",
+                next="name a device with more memory, or pass a budget in bytes",
+            )
+        return room
     return Budget.read(budget).asked_bytes

@@ -255,7 +255,7 @@ def _check_sharding(layout: Layout) -> None:
             next=f"leave replicas= and zero= out for plain data parallelism: dp={layout.dp}; or use fewer replicas",
         )
     if layout.shards % layout.ep:
-        degrees = [each for each in range(2, layout.shards + 1) if layout.shards % each == 0]
+        degrees = [each for each in range(2, min(layout.shards, _MOST_LISTED) + 1) if layout.shards % each == 0]
         raise InvalidLayout(
             f"ep={layout.ep} does not divide the {layout.shards} data-parallel ranks (dp={layout.dp} x cp={layout.cp}).",
             why="expert parallelism uses the data-parallel ranks and does not add ranks",
@@ -266,6 +266,8 @@ def _check_sharding(layout: Layout) -> None:
 
 
 _MOST_DEGREES = 8
+_MOST_LISTED = 4096
+"""Errors list divisors up to this number."""
 
 
 def check_layout(layout: Layout, facts: ModelFacts) -> None:
@@ -345,6 +347,6 @@ def _check_divides(size: int | None, degree: int, given: str, what: str, name: s
 
 def _degrees(size: int) -> str:
     """List the divisors of a size above 1 as text, smallest first."""
-    found = [str(each) for each in range(2, min(size, 4096) + 1) if size % each == 0]
+    found = [str(each) for each in range(2, min(size, _MOST_LISTED) + 1) if size % each == 0]
     shown = ", ".join(found[:_MOST_DEGREES]) or "1 alone"
     return f"{shown}, …" if len(found) > _MOST_DEGREES else shown
