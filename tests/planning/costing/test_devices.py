@@ -84,6 +84,13 @@ def test_an_rtx_4060_ti_has_eight_lanes_to_its_host():
     assert card.link_bytes_per_second == wide.link_bytes_per_second / 2
 
 
+def test_the_a100_with_40_gb_for_pcie_has_no_nvlink():
+    pcie, nvlink = find_device("NVIDIA A100-PCIE-40GB"), find_device("NVIDIA A100-SXM4-40GB")
+    assert pcie.memory_bytes == nvlink.memory_bytes
+    assert pcie.link_bytes_per_second < 0.2 * nvlink.link_bytes_per_second
+    assert pcie.achieved_arithmetic == pytest.approx(find_device("A100-40GB@250W").achieved_arithmetic, rel=0.02)
+
+
 def test_a_network_is_given_in_gigabits_to_each_device():
     assert find_device("A100@50Gb/s@300W").network_bytes_per_second == 6.25e9
 
