@@ -373,6 +373,14 @@ def test_a_device_without_room_for_tensors_is_refused_for_an_automatic_budget():
         on_gpu(device="0.5GiB+58TFLOPS+504GB/s", budget="auto")
 
 
+def test_f32_gradients_of_a_model_in_16_bits_need_master_weights():
+    model, batch = torch.nn.Sequential(torch.nn.Linear(8, 8)).bfloat16(), torch.zeros(4, 8, dtype=torch.bfloat16)
+    how: dict[str, Any] = {"loss": lambda out: out.sum(), "techniques": "gradients=fp32"}
+    with pytest.raises(InvalidOption, match="gradients=fp32 with parameters in bf16 needs master weights"):
+        plimsoll.estimate(model, batch, **how)
+    assert plimsoll.estimate(model, batch, has_master_weights=True, **how)
+
+
 def test_a_loss_is_refused_for_a_target_by_name():
     for search in (plimsoll.estimate, longest_sequence):
         with pytest.raises(InvalidOption, match="loss= would not have an effect on llama-tiny"):

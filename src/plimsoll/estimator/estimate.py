@@ -23,7 +23,7 @@ from plimsoll.estimator.lowering import check_framework, lowering_notes
 from plimsoll.estimator.parallelism.context import with_context_parallel
 from plimsoll.estimator.parallelism.layouts import check_layout, read_layout
 from plimsoll.estimator.setting import AUTO, NOTHING, Setting
-from plimsoll.estimator.setting_checks import check_auto, check_setting
+from plimsoll.estimator.setting_checks import check_auto, check_gradients, check_setting
 from plimsoll.estimator.targets.recipe import find_recipe
 from plimsoll.estimator.targets.target import Target, check_precision
 from plimsoll.estimator.targets.tracing import TraceRequest, target_facts, trace_target
@@ -221,6 +221,7 @@ def _job(
     key = (layout.tp, layout.ep, layout.cp, layout.sequence_parallel, request.batch)
     if key not in traces:
         traced = _traced(request, layout, progress)
+        check_gradients(setting, traced.trace)
         whole = None if traced.facts.sequence is None else traced.facts.sequence * layout.cp
         reads_both_ways = "mxf8" in setting.device.peak_flops_per_second
         step = with_techniques(traced.trace, setting.how, whole, reads_both_ways=reads_both_ways)

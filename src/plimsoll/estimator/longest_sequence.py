@@ -29,7 +29,7 @@ from plimsoll.estimator.estimate_job import EstimateJob
 from plimsoll.estimator.parallelism.layouts import check_layout, read_layout
 from plimsoll.estimator.rank_estimates import StageOfRank
 from plimsoll.estimator.setting import EVERYTHING, NOTHING, Setting
-from plimsoll.estimator.setting_checks import check_longest, check_setting
+from plimsoll.estimator.setting_checks import check_gradients, check_longest, check_setting
 from plimsoll.estimator.targets.recipe import find_recipe
 from plimsoll.estimator.targets.target import Target, TargetOptions, check_precision, load_target
 from plimsoll.estimator.targets.tracing import TraceRequest, target_facts, trace_target
@@ -165,6 +165,7 @@ def longest_sequence(
             next="pass a budget in bytes",
         )
     steps = _Steps.read(target, batch, setting, loss, part_of(report, 0.0, 0.6))
+    check_gradients(setting, steps.traced.trace)
     rows, notes = _find_rows(steps, setting, part_of(report, 0.6, 1.0))
     whole = steps.family(is_tiled=False)
     return SequenceLengths(

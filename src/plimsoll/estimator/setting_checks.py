@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from plimsoll.artifacts.job import Layout, Precision, Techniques
+from plimsoll.artifacts.trace import Trace
 from plimsoll.errors import InvalidLayout, InvalidOption, InvalidStrategy
 from plimsoll.estimator.optimizers import is_paged
 from plimsoll.estimator.parallelism.rank import PARTLY_SHARDED
@@ -102,12 +103,8 @@ def _check_techniques(setting: Setting) -> None:
             why="it is the reduce_dtype of FSDP's mixed precision",
             next="use precision fsdp-bf16, or write gradients=fp32 to accumulate and reduce gradients in f32",
         )
-    if how.gradients and setting.precision in narrow and not setting.has_master_weights:
-        raise InvalidOption(
-            f"gradients={how.gradients} with parameters in {setting.precision} needs master weights.",
-            why="torch's optimizers need gradients in the dtype of the parameters, and only master weights are in f32",
-            next="add master weights, or leave gradients= out",
-        )
+    if setting.precision in narrow:
+        _check_master_weights(setting, setting.precision.value)
     if how.gradients == "both" and (setting.precision not in narrow or layout.zero >= PARTLY_SHARDED):
         raise InvalidOption(
             f"gradients=both cannot be combined with {setting.precision or 'the dtypes of the model'} and {layout}.",
@@ -144,6 +141,27 @@ def _check_techniques(setting: Setting) -> None:
     _check_adapters(setting)
     if how.optimizer_in_backward:
         _check_optimizer_in_backward(setting)
+
+
+def check_gradients(setting: Setting, trace: Trace) -> None:
+    """Raise an error for gradients in f32 of a model whose own dtypes have 16 bits, without master weights. The dtypes are
+    known only after the model was traced.
+
+    Raises:
+        InvalidOption: see above.
+    """
+    narrow = {each.dtype for each in trace.parameters if each.is_trainable} & {"bf16", "f16"}
+    if setting.precision is None and narrow:
+        _check_master_weights(setting, " and ".join(sorted(narrow)))
+
+
+def _check_master_weights(setting: Setting, dtype: str) -> None:
+    if setting.how.gradients and not setting.has_master_weights:
+        raise InvalidOption(
+            f"gradients={setting.how.gradients} with parameters in {dtype} needs master weights.",
+            why="torch's optimizers need gradients in the dtype of the parameters, and only master weights are in f32",
+            next="add master weights, or leave gradients= out",
+        )
 
 
 def _check_offload(setting: Setting) -> None:
