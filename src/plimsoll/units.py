@@ -179,6 +179,19 @@ def budget_text(bytes_: int) -> str:
     return f"budget={bytes_}"
 
 
+def limit_text(bytes_: int) -> str:
+    """Return a number of bytes as a ``budget=`` argument that the user can paste, rounded down by at most a hundredth.
+
+    Example:
+        >>> limit_text(43_234_567)
+        'budget="41.23MiB"'
+    """
+    for unit, scale in (("TiB", 1024**4), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
+        if bytes_ >= scale:
+            return f'budget="{bytes_ * 100 // scale / 100:.2f}{unit}"'
+    return f"budget={bytes_}"
+
+
 def format_seconds(seconds: float) -> str:
     """Return a number of seconds as text for people: ``1.24 s``, ``14.0 ms``, ``0.8 µs``."""
     size = abs(seconds)

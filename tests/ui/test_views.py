@@ -141,7 +141,7 @@ def test_a_plan_prints_as_a_table():
         "RECOMPUTE 1 of 2 values",
         "KEEP everything",
         "3 others",
-        "one more GiB would save 3.0 ms a step",
+        "to keep everything would save 3.0 ms a step",
     ):
         assert part in text
     assert "buffer" not in text

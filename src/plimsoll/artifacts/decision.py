@@ -39,7 +39,7 @@ class Status(AdvisedEnum):
     """How the search for a plan ended. Each member carries advice for the user."""
 
     OPTIMAL = "OPTIMAL", "With the costs of this machine, no plan of this engine is faster."
-    FEASIBLE = "FEASIBLE", "The plan fits; a better plan could save this gap at most."
+    FEASIBLE = "FEASIBLE", "The plan fits, and no plan saves more than the gap."
     INFEASIBLE = "INFEASIBLE", "No plan fits: raise the budget to the floor, or make the step smaller."
     TIMED_OUT = "TIMED_OUT", "The solver ran out of time before it found a plan: give it more time or a larger budget."
 

@@ -200,6 +200,11 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True):
         """Names of the parameters that forward or backward writes to in place."""
         return tuple(parameter.name for parameter in self.parameters if parameter.is_written)
 
+    @property
+    def state_bytes(self) -> int:
+        """The bytes of the optimizer's state."""
+        return sum(storage.bytes for storage in self.storages if storage.category is Category.OPTIMIZER_STATE)
+
 
 class WatchedStep(msgspec.Struct, frozen=True, kw_only=True):
     """Data: the record of one step that ran unmodified, including what the step does by itself to save memory.

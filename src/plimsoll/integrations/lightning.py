@@ -135,7 +135,7 @@ class PlimsollCallback(_Callback):
                 return managed(*args, **kwargs)
         except BudgetBelowFloor as error:
             self._training.pause()
-            _LOG.error("Plimsoll: %s", error)
+            _LOG.error("Plimsoll: %s", error.found)  # the traceback has the rest
             if not is_tried:
                 raise
             # Lightning looks for these words (seen in Lightning 2.4 to 2.6).

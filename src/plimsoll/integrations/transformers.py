@@ -111,7 +111,7 @@ class PlimsollCallback(TrainerCallback):
                 self._training.name_beside(error)
             elif not isinstance(error.__cause__, BudgetBelowFloor):
                 raise
-            _LOG.error("Plimsoll: %s", error)
+            _LOG.error("Plimsoll: %s", error.found)  # the traceback has the rest
             if not arguments.auto_find_batch_size:
                 raise
             # accelerate looks for " out of memory." and tries again with less (seen in accelerate 1.15).

@@ -20,6 +20,9 @@ from plimsoll.planning.simulate import Simulation
 from plimsoll.planning.step import RegionView
 from plimsoll.units import MIB, budget_text, format_bytes, format_bytes_up, format_seconds
 
+_SMALLER_STATE = "an optimizer with less state (SGD, an 8-bit Adam)"
+_WORTH_NAMING = 0.005
+"""Measured bytes below this share of the floor are not worth a clause."""
 _WORTH_CHUNKING = 0.05
 """A share of the floor, which is the lowest peak of all plans. An error suggests a chunked loss only if that lowers the floor
 by more than this share."""
@@ -32,6 +35,7 @@ def floor_error(
     *,
     chunked_bytes: int | None = None,
     accumulating_bytes: int = 0,
+    state_bytes: int,
     others: OtherBudgets | None = None,
 ) -> BudgetBelowFloor:
     """Return the error for a budget below the floor, the lowest peak of all plans. It names the tensors alive at the floor.
@@ -43,6 +47,7 @@ def floor_error(
         chunked_bytes: the same plan's peak with the loss computed in chunks; ``None`` if the model does not have a suitable
             head.
         accumulating_bytes: the peak measured while gradients of earlier micro-batches are present.
+        state_bytes: the optimizer state in the step.
         others: what other budgets cost.
     """
     floor_bytes = floor.bytes + excess_bytes
@@ -50,15 +55,19 @@ def floor_error(
     if chunked_bytes is not None and floor.bytes - chunked_bytes > _WORTH_CHUNKING * floor.bytes:
         then = format_bytes(chunked_bytes + excess_bytes)
         chunked = f"call plimsoll.chunked.chunk_loss(model) before planning (floor {then}), or use "
-    measured = f", and a real step was measured to need {format_bytes(excess_bytes)} more" if excess_bytes > 0 else ""
+    measured = ""
+    if excess_bytes > _WORTH_NAMING * floor_bytes:
+        measured = f", and a real step was measured to need {format_bytes(excess_bytes)} more"
+    # With adapters the state is a few KiB, and a smaller one would not help.
+    smaller_state = f", or {_SMALLER_STATE}" if state_bytes > _WORTH_CHUNKING * floor_bytes else ""
     accumulating = ""
     if accumulating_bytes > floor_bytes:
         accumulating = f", or {budget_text(accumulating_bytes)} if gradients accumulate over micro-batches"
     return BudgetBelowFloor(
         f"budget {format_bytes(budget_bytes)} is below the smallest reachable peak, {format_bytes(floor_bytes)}.",
         why=f"{_name_together(floor)}{measured}",
-        next=f"{chunked}{budget_text(floor_bytes)} ({floor_bytes} bytes){accumulating}, or a smaller micro-batch, or "
-        "an optimizer with less state (SGD, an 8-bit Adam)",
+        next=f"{chunked}{budget_text(floor_bytes)} ({floor_bytes} bytes){accumulating}, or a smaller micro-batch"
+        f"{smaller_state}",
         others=() if others is None else others.lines(),
     )
 
@@ -163,7 +172,7 @@ def optimizer_floor_error(budget_bytes: int, floor_bytes: int, where: str = "") 
         f"budget {format_bytes(budget_bytes)} is below what the optimizer's step needs, {format_bytes(floor_bytes)}{where}.",
         why="the optimizer's step needs parameters, gradients, its state and its temporaries at the same time, and a plan "
         "changes activations only",
-        next=f"{budget_text(floor_bytes)}, or an optimizer with less state (SGD, an 8-bit Adam), or the optimizer's argument "
+        next=f"{budget_text(floor_bytes)}, or {_SMALLER_STATE}, or the optimizer's argument "
         "foreach=False (smaller temporaries)",
     )
 
@@ -178,7 +187,7 @@ def after_backward_floor_error(
         f"budget {format_bytes(budget_bytes)} is below what a training step takes after backward, {format_bytes(floor_bytes)}.",
         why="parameters, gradients, the optimizer's step, and tensors that the training loop makes until the next forward "
         "exist at the same time, and a plan changes activations only",
-        next=f"{budget_text(floor_bytes)}, or an optimizer with less state (SGD, an 8-bit Adam), or the optimizer's argument "
+        next=f"{budget_text(floor_bytes)}, or {_SMALLER_STATE}, or the optimizer's argument "
         "foreach=False (smaller temporaries), or delete outputs and losses before the next forward",
         others=() if others is None else others.lines(),
     )

@@ -106,6 +106,7 @@ def solve(
             describe_peak(planner.floor),
             excess_bytes,
             chunked_bytes=chunked_bytes,
+            state_bytes=planner.index.trace.state_bytes,
             others=planner.other_budgets(excess_bytes),
         )
     plan = _write(planner, outcome, budget_bytes, strategy, room_bytes, started)

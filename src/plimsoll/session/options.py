@@ -26,7 +26,7 @@ from plimsoll.planning.choice import Limits
 from plimsoll.planning.costing.devices import find_device
 from plimsoll.planning.pins import Override, parse_override, refuse_unknown_modules
 from plimsoll.planning.strategies import check_strategy, codecs_of_strategy, refuse_unknown_ops, uses_link
-from plimsoll.units import format_bytes, parse_budget
+from plimsoll.units import format_bytes, limit_text, parse_budget
 
 if TYPE_CHECKING:
     from torch import nn
@@ -90,7 +90,7 @@ class Budget:
             raise BudgetAboveDevice(
                 f"budget {format_bytes(asked_bytes)} is more than the memory of {device}, {format_bytes(memory_bytes)}.",
                 why="a plan for more memory than the device has would run out of memory",
-                next=f'pass budget="{memory_bytes}B" or less, or budget="auto"',
+                next=f'pass {limit_text(memory_bytes)} or less, or budget="auto"',
             )
         return asked_bytes
 

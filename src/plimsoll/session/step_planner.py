@@ -461,6 +461,7 @@ class StepPlanner:
                 floor_bytes - lowest.peak.bytes,
                 chunked_bytes=None if solver is None else peak_with_chunked_loss(solver.floor),
                 accumulating_bytes=accumulating_bytes,
+                state_bytes=self.trace.state_bytes,
                 others=None if solver is None else solver.other_budgets(excess_bytes, least_bytes=floor_bytes),
             )
         return self.ranks.refused(error, floor_bytes)
@@ -580,7 +581,9 @@ class StepPlanner:
             and budget_bytes is not None
             and not self.trace.is_fake
         ):
-            raise floor_error(budget_bytes, made.peak, excess_bytes)  # the caller then tries the lowest known peak
+            raise floor_error(
+                budget_bytes, made.peak, excess_bytes, state_bytes=self.trace.state_bytes
+            )  # the caller then tries the lowest known peak
         notes = made.notes
         if self.options.wants_forms and not planner.index.forms.regions:
             notes = (*notes, "Nothing is compressed or offloaded although it was allowed: everything fits without it.")

@@ -43,7 +43,6 @@ from plimsoll.session.task import TrainingTask
 from plimsoll.session.training_step import TrainingStep
 from plimsoll.tracing.compiled.units import Unit, install, split_regions
 from plimsoll.tracing.meters.timing import Timing, paired_ratio, time_in_turns
-from plimsoll.tracing.optimizer import state_bytes
 from plimsoll.tracing.recorder.calling import Loss
 from plimsoll.tracing.recorder.untouched import untouched
 from plimsoll.units import check_count
@@ -254,7 +253,7 @@ def _measure(
     """
     step = task.step(written=trace.written)
     usable = {name: each for name, each in managers.items() if not isinstance(each, Plan) or each.status.is_usable}
-    absent_bytes = step.absent_state_bytes(sum(sum(sizes) for sizes in state_bytes(trace).values()))
+    absent_bytes = step.absent_state_bytes(trace.state_bytes)
     report("running the unmanaged step", 0.0)
     evidence = collect_evidence(step, Depth())
     baseline_peak_bytes = step.measure_peak().peak_bytes + absent_bytes

@@ -14,6 +14,7 @@ import typer
 
 from plimsoll.errors import InvalidBudget, InvalidTarget, PlimsollError
 from plimsoll.ui.cli import commands, terminal
+from plimsoll.units import format_bytes
 
 ENVIRONMENT = "PLIMSOLL_BUDGET"
 """The environment variable that has the budget if ``--budget`` is not given. Only ``plimsoll run`` reads it."""
@@ -131,10 +132,13 @@ def _run(script: str, arguments: list[str], budget: str, *, is_module: bool) -> 
                 runpy.run_path(script, run_name="__main__")
         except SystemExit as exit_:  # sys.exit(main()) is a usual end of a script
             ending = exit_
+        figures = None if found.handle is None else found.handle.figures
     if found.handle is None:
-        terminal.stderr().print(
-            f"plimsoll: the budget {budget} was not used: no model that an optimizer trains was called in training mode.",
-            soft_wrap=True,
+        terminal.say_soon(
+            f"plimsoll: the budget {budget} was not used: no model that an optimizer trains was called in training mode."
         )
+    elif figures is not None and figures.measured_peak_bytes:
+        peak, limit = format_bytes(figures.measured_peak_bytes), format_bytes(figures.budget_bytes or 0)
+        terminal.say_soon(f"plimsoll: the highest measured peak was {peak}, under a budget of {limit}.")
     if ending is not None:
         raise ending

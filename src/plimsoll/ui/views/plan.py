@@ -163,9 +163,7 @@ def _bound_figures(plan: Plan) -> list[tuple[str, str]]:
 
 def _price(plan: Plan) -> str:
     """Return a text with the price of memory, which is the time per step that more budget would save: the seconds for one more
-    MiB, and the seconds for one more GiB.
-
-    The seconds for one more GiB are at most the plan's whole overhead.
+    MiB, and the seconds for one more GiB, or for keeping everything if that takes less than a GiB.
     """
     if plan.price_seconds_per_byte <= 0:
         return "nothing: more memory would not make this step faster"
@@ -173,7 +171,9 @@ def _price(plan: Plan) -> str:
     if plan.strategy != "auto":
         return f"{price} for strategy auto at this peak; strategy {plan.strategy} does not use more memory"
     overhead_seconds = max(plan.predicted_seconds - plan.baseline_seconds, 0.0)
-    gain_seconds = min(plan.price_seconds_per_byte * GIB, overhead_seconds)
+    gain_seconds = plan.price_seconds_per_byte * GIB
+    if gain_seconds >= overhead_seconds:
+        return f"{price}; to keep everything would save {format_seconds(overhead_seconds)} a step"
     return f"{price}: one more GiB would save {format_seconds(gain_seconds)} a step"
 
 
