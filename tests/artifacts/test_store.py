@@ -22,6 +22,7 @@ from ui.view_samples import ARTIFACTS
 MORE = {
     "numbers that are not finite": make_plan(gap_of_overhead=float("inf"), price_seconds_per_byte=float("-inf")),
     "losses that are not known": make_receipt(plan_losses=(None, 1.125)),
+    "a loss that diverges": make_receipt(plan_losses=(3e38, -9.8e35)),
     "a spread that is not finite": make_receipt(gradient_mismatches=(make_mismatch(spread=float("inf")),)),
 }
 

@@ -124,7 +124,8 @@ _AMOUNTS = ("by_category", "classes", "budget_bytes_of_ranks")
 """Names of artifact fields that map names to numbers of bytes."""
 _DIFFERENCES = ("saved_bytes", "lowers_bytes")
 """Names of artifact fields in bytes that may be negative, because they are differences."""
-_MOST_NUMBER = 1e30
+_MOST_COUNT = 1e30
+"""Bytes and counts above this are a damaged file."""
 
 
 def _check_fields(given: object, known: object, place: str, *, is_amount: bool = False) -> None:
@@ -148,10 +149,13 @@ def _check_fields(given: object, known: object, place: str, *, is_amount: bool =
     elif isinstance(given, list) and isinstance(known, list | tuple):
         for index, (value, own) in enumerate(zip(given, known, strict=False)):
             _check_fields(value, own, f"{place}[{index}]")
-    elif isinstance(given, int | float) and ((is_amount and given < 0) or _MOST_NUMBER < abs(given) < math.inf):
-        raise msgspec.ValidationError(
-            f"{given:.6g} is not a valid {'amount of memory' if is_amount else 'number'} - at `{place}`"
-        )
+    elif isinstance(given, int | float):
+        # A loss or a gradient of a run that diverges may be as large as its dtype allows.
+        is_too_large = (is_amount or isinstance(given, int)) and _MOST_COUNT < abs(given) < math.inf
+        if is_too_large or (is_amount and given < 0):
+            raise msgspec.ValidationError(
+                f"{given:.6g} is not a valid {'amount of memory' if is_amount else 'number'} - at `{place}`"
+            )
 
 
 def _check_version(found: object, known: int, *, kind: str, source: str) -> None:
