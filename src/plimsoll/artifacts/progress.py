@@ -39,7 +39,8 @@ def part_of(report: Progress, start: float, end: float) -> Progress:
 
 def is_bar_shown() -> bool:
     """Return True if `bar` writes: stderr is a terminal, and this is the first rank."""
-    return sys.stderr.isatty() and os.environ.get("RANK", "0") == "0"
+    # pythonw and some daemons have no stderr
+    return sys.stderr is not None and sys.stderr.isatty() and os.environ.get("RANK", "0") == "0"
 
 
 def bar(stage: str, share: float) -> None:

@@ -64,7 +64,7 @@ def floor_error(
     if accumulating_bytes > floor_bytes:
         accumulating = f", or {budget_text(accumulating_bytes)} if gradients accumulate over micro-batches"
     return BudgetBelowFloor(
-        f"budget {format_bytes(budget_bytes)} is below the smallest reachable peak, {format_bytes(floor_bytes)}.",
+        f"budget {format_bytes(budget_bytes)} is below the smallest reachable peak, {format_bytes_up(floor_bytes)}.",
         why=f"{_name_together(floor)}{measured}",
         next=f"{chunked}{budget_text(floor_bytes)} ({floor_bytes} bytes){accumulating}, or a smaller micro-batch"
         f"{smaller_state}",

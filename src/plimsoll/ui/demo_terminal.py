@@ -13,7 +13,7 @@ from plimsoll.artifacts.plan import Plan
 from plimsoll.ui.document import MemoryChart, Table, Tone, format_budget, name_budget
 from plimsoll.ui.terminal import render_elements
 from plimsoll.ui.views.plan import classes_table, decisions_table
-from plimsoll.units import format_bytes, format_more, format_seconds, format_share
+from plimsoll.units import format_bytes, format_bytes_up, format_more, format_seconds, format_share
 
 if TYPE_CHECKING:
     from plimsoll.ui.demo.story import DemoSetup, Preparation, Story
@@ -38,7 +38,7 @@ def render_preparation(ready: Preparation) -> RenderableType:
     budget = name_budget(plan.budget_bytes)
     return Group(
         Text(f"{ready.parameters / 1e6:.1f} million parameters; without a plan the step peaks at "
-             f"{format_bytes(plan.baseline_peak_bytes)}; {budget}, floor {format_bytes(plan.floor_bytes)}.\n"),
+             f"{format_bytes(plan.baseline_peak_bytes)}; {budget}, floor {format_bytes_up(plan.floor_bytes)}.\n"),
         *render_elements([classes_table(plan), decisions_table(plan)]),
         Text("\nMemory over one step under the plan", style="bold"),
         *render_elements([MemoryChart(plan.timeline, plan.budget_bytes)]),

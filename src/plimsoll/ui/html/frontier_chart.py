@@ -25,7 +25,7 @@ from plimsoll.ui.html.drawing import (
     byte_scale,
     shorten,
 )
-from plimsoll.units import format_bytes
+from plimsoll.units import format_bytes, format_bytes_up
 
 MOST_LETTERS = 28
 
@@ -156,7 +156,7 @@ def _budgets_to_pull(plan: Plan, curve: Sequence[NamedPoint]) -> list[tuple[str,
     return [
         (
             format_bytes(point.peak_bytes),
-            f"A budget of {format_bytes(point.peak_bytes)}: the step takes "
+            f"A budget of {format_bytes_up(point.peak_bytes)}: the step takes "
             f"{point.ratio:.3f} times as long as the unmanaged step, and its peak is "
             f"{format_bytes(max(plan.baseline_peak_bytes - point.peak_bytes, 0))} below the unmanaged peak of "
             f"{format_bytes(plan.baseline_peak_bytes)}.",

@@ -35,7 +35,7 @@ from plimsoll.ui.document import (
     subject_of,
     table_of_known,
 )
-from plimsoll.units import GIB, MIB, format_bytes, format_more, format_seconds, format_share
+from plimsoll.units import GIB, MIB, format_bytes, format_bytes_up, format_more, format_seconds, format_share
 
 _TONES = {Status.INFEASIBLE: Tone.BAD, Status.TIMED_OUT: Tone.NEUTRAL}
 _HOLDERS_SHOWN = 5
@@ -123,7 +123,7 @@ def plan_figures(plan: Plan) -> list[tuple[str, str]]:
     share = plan.predicted_peak_bytes / plan.baseline_peak_bytes if plan.baseline_peak_bytes else 1.0
     solved = f"; solved in {format_seconds(plan.solve_seconds)}" if plan.solve_seconds else ""
     return [
-        ("budget", f"{format_budget(plan.budget_bytes)} (floor {format_bytes(plan.floor_bytes)})"),
+        ("budget", f"{format_budget(plan.budget_bytes)} (floor {format_bytes_up(plan.floor_bytes)})"),
         (
             "predicted peak",
             f"{format_bytes(plan.predicted_peak_bytes)}, {share:.0%} of the unmanaged "
