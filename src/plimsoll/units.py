@@ -235,5 +235,5 @@ def check_count(name: str, count: object, *, least: int) -> None:
     raise InvalidOption(
         f"{name}={reprlib.repr(count)} is not a valid count.",
         why=f"it must be a whole number from {least} to 2**63 - 1",
-        next=f"{name}={max(least, 1)}" + (f", or {name}=0 for never" if least == 0 else ""),
+        next=f"{name}={max(least, 1)}" + (f" or {name}=0" if least == 0 else ""),
     )

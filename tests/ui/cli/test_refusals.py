@@ -78,6 +78,8 @@ REFUSED = {
     "verify targets:broken --plan no.json": "no.json cannot be read",
     "verify targets:broken --plan plan.json -o ./plan.json": "--output plan.json would be overwritten.",
     "show plan.json --export-sac plan.json": "--export-sac plan.json would be overwritten.",
+    "explain plan.json -o plan.json": "--output plan.json would be overwritten.",
+    "show runs/seed=2/plan.json": "runs/seed=2/plan.json cannot be read",
     "verify targets:broken --strategy full -o new.json --revised-plan new.json": "are both new.json",
     f"fit targets:broken --budget 1GiB --seq {'9' * 400}": "--seq has 400 digits.",
     f"plan {'a' * 300}.json": "cannot be read as JSON",

@@ -68,11 +68,21 @@ def test_arguments_after_the_script_are_the_scripts_own(tmp_path: Path, argument
     assert run.stdout == f"{[each for each in arguments if each != '--']}\n"
 
 
+@pytest.mark.long
+def test_a_directory_runs_as_under_python(tmp_path: Path):
+    (tmp_path / "app").mkdir()
+    (tmp_path / "app" / "__main__.py").write_text("import sys, beside; print(sys.argv[1:], beside.NAME)")
+    (tmp_path / "app" / "beside.py").write_text("NAME = 'found'")
+    run = start(tmp_path, "app", "--budget", "1GiB", "x")
+    assert (run.returncode, run.stdout) == (0, "['x'] found\n"), run.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     some(
         [
             (("train.py",), "plimsoll run needs a budget"),
+            (("train.py", "--budget"), "requires an argument"),
             (("train.py", "--budget", "3G"), "InvalidBudget"),
             (("missing.py", "--budget", "1GiB"), "The file missing.py does not exist"),
         ],

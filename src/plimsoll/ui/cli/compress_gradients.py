@@ -27,7 +27,10 @@ RoundsOption = Annotated[
 BandwidthOption = Annotated[
     float | None,
     typer.Option(
-        "--bandwidth", metavar="MBIT", help="Predict for a link of this many Mbit/s; by default for the measured one."
+        "--bandwidth",
+        min=0.001,
+        metavar="MBIT",
+        help="Predict for a link of this many Mbit/s; by default for the measured one.",
     ),
 ]
 

@@ -7,20 +7,30 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from plimsoll.errors import InvalidOption
+from plimsoll.errors import InvalidOption, PlimsollError
 from plimsoll.units import parse_count
 
 
 def split_devices(text: str) -> list[str]:
     """Return the names of devices that ``--device`` lists, with commas between them."""
     names = [name.strip() for name in text.split(",")]
-    if "" in names or len(set(names)) < len(names):
+    if "" in names or len(set(map(_known_name, names))) < len(names):
         raise InvalidOption(
             f"--device {text!r} does not list different devices.",
             why="a name is empty" if "" in names else "a device is named twice",
             next="write for example --device H100-SXM,A100-80GB",
         )
     return names
+
+
+def _known_name(name: str) -> str:
+    """Return the catalogue's name of a device, which may have several names, or an unknown name as it is."""
+    from plimsoll.planning.costing.devices import find_device
+
+    try:
+        return find_device(name).name
+    except PlimsollError:
+        return name
 
 
 def describe_device(memory: str | None, flops: str | None, bandwidth: str | None) -> str | None:
@@ -65,10 +75,12 @@ def read_price(tokens: str | None, price: str | None, devices: Sequence[str]) ->
             hourly = float(amount)
         except ValueError:
             hourly = math.nan
-        if not 0 < hourly < math.inf or (equals and name.strip() not in devices) or (not equals and "," in price):
+        is_known = not equals or (name.strip() in devices and name.strip() not in prices)
+        if not 0 < hourly < math.inf or not is_known or (not equals and "," in price):
             raise InvalidOption(
                 f"--price {price!r} is not the price of an hour.",
-                why=f"{part!r} is neither a positive number nor DEVICE=NUMBER for a device of --device {','.join(devices)}",
+                why=f"{part!r} is neither a positive number nor DEVICE=NUMBER, once for a device of --device "
+                f"{','.join(devices)}",
                 next=f"write --price 2.5, or --price {','.join(f'{each}=2.5' for each in devices)}",
             )
         prices |= {name.strip(): hourly} if equals else dict.fromkeys(devices, hourly)

@@ -28,6 +28,8 @@ _LARGEST = 2**63 - 1
 _FILES = ("output", "save_plan", "revised_plan", "timeline", "export_sac", "save_device")
 _FOLDERS = ("plans", "run", "keep_traces")
 _READ = ("plan", "receipt", "verdict")
+_INPUTS = ("target", "subject", "file", "trace", "compare_with", *_READ)
+"""The options and arguments that may name a file to read. ``_READ`` has those that name a saved result."""
 """The options that name a folder to write to. ``_FILES`` has the options that name a file."""
 _WITHOUT_MODEL = ("estimate",)
 """Commands that never build the model in memory: they work with fake tensors, for devices of the catalogue."""
@@ -220,13 +222,16 @@ def _refuse_files(typed: Mapping[str, Any]) -> None:
 
 def _refuse_overwriting(typed: Mapping[str, Any]) -> None:
     """Raise an error if an output would overwrite a file that the command reads, or two outputs have one path."""
-    read = [Path(typed[name]) for name in ("target", "file", *_READ) if typed.get(name) is not None]
+    read = [Path(typed[name]) for name in _INPUTS if typed.get(name) is not None]
+    # os.path says False of a name that is too long, where Path raises
+    read += [folder / "config.json" for folder in read if os.path.isdir(folder)]
+    read += [Path(name) for name in str(typed.get("device") or "").split(",") if name.endswith(".json")]
     written: dict[Path, str] = {}
     for name in (name for name in _FILES if typed.get(name) is not None):
         option, place = f"--{name.replace('_', '-')}", Path(typed[name])
         if place.exists() and not place.is_file():  # a device or a pipe keeps nothing
             continue
-        if place.exists() and any(each.exists() and each.samefile(place) for each in read):
+        if place.exists() and any(os.path.exists(each) and each.samefile(place) for each in read):
             raise InvalidOption(
                 f"{option} {place} would be overwritten.",
                 why="it is also a file that this command reads",

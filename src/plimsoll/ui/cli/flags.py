@@ -44,7 +44,7 @@ _FLAGS = {
 _LOSS = re.compile(r"(pass|give) loss=lambda output: \.\.\.")
 _SEVERAL = r"""[({](?:\s*["'][^"']*["']\s*,?)+[)}]"""
 _VALUE = rf"""{_SEVERAL}|"[^"]*"|'[^']*'|[^\s,;()"']+(?<![.:])|"""
-_OPTION = re.compile(rf"(?<![\w.\-])({'|'.join(_FLAGS)})=({_VALUE})")
+_OPTION = re.compile(rf"(?<![\w.\-/\\])({'|'.join(_FLAGS)})=({_VALUE})")
 _WORDS = re.compile(r"""["']([^"']*)["']""")
 
 
@@ -54,6 +54,8 @@ def in_flags(text: str) -> str:
     Example:
         >>> in_flags("pass allow=('recompute', 'offload') or allow={'recompute'}, leave max_error out: budget='7GiB'")
         'pass --allow recompute,offload or --allow recompute, leave --max-error out: --budget 7GiB'
+        >>> in_flags("runs/budget=8/plan.json cannot be read")
+        'runs/budget=8/plan.json cannot be read'
     """
     text = _LOSS.sub("let the target return (model, batch, loss), with a function loss(output)", text)
     text = _OPTION.sub(lambda found: _as_flag(*found.groups()), text)

@@ -42,6 +42,8 @@ class RunCommand(commands.Command):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the command line. Typer alone would take a script's ``-momentum`` for ``-m -o -m …``."""
+        if args and args[-1] == "--budget":
+            return super().parse_args(ctx, args)  # its value is missing, which Typer says
         own, scripts = _split(args)
         return super().parse_args(ctx, [*own, "--", *scripts])
 
@@ -105,7 +107,7 @@ def _check(script: str, budget: str | None, *, is_module: bool) -> None:
             next=f"plimsoll run {shlex.quote(script)} --budget 70GiB, or --budget auto for the whole device",
         )
     Budget.required(budget)
-    if not is_module and not Path(script).is_file():
+    if not is_module and not Path(script).is_file() and not Path(script, "__main__.py").is_file():
         raise InvalidTarget(
             f"The file {script} does not exist.",
             why="plimsoll run starts a Python file, as python does",
@@ -119,10 +121,9 @@ def _run(script: str, arguments: list[str], budget: str, *, is_module: bool) -> 
     sys.argv[:] = [script, *arguments]
     if is_module:
         sys.path.insert(0, str(Path.cwd()))
-    else:
-        sys.path.insert(
-            0, str(Path(script).resolve().parent)
-        )  # where python puts it, so that the script's imports work
+    elif Path(script).is_file():  # a directory with a __main__.py is put there by runpy
+        # where python puts it, so that the script's imports work
+        sys.path.insert(0, str(Path(script).resolve().parent))
     ending: SystemExit | None = None
     with AttachOnCall(budget, {}) as found:
         try:
