@@ -12,7 +12,7 @@ import torch
 
 import plimsoll
 from plimsoll.artifacts.progress import bar
-from plimsoll.errors import InvalidOption
+from plimsoll.errors import BudgetBelowFloor, InvalidOption
 from plimsoll.session import messages
 from plimsoll.session.attachment import Attachment
 from plimsoll.session.messages import announce
@@ -197,3 +197,16 @@ def test_no_bar_is_drawn_into_a_file(capsys):
 def test_another_progress_is_refused_at_once():
     with pytest.raises(InvalidOption, match="progress='fast'"):
         plimsoll.attach(Stack(1, 8), BUDGET, progress="fast")
+
+
+def test_a_refusal_names_the_batch_that_its_budget_is_for():
+    model = Stack(3, 32)
+    plimsoll.attach(model, "100KiB")
+
+    def training() -> None:
+        for _ in range(3):
+            mean_square(model(torch.randn(64, 32))).backward()
+
+    with pytest.raises(BudgetBelowFloor) as refused:
+        training()
+    assert refused.value.next.endswith("The budget is for this batch, f32[64x32]; larger ones may need more")

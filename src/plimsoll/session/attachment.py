@@ -54,6 +54,7 @@ from plimsoll.session.messages import (
     log_fewer_forwards,
     log_planning_overrun,
     log_recurrence,
+    name_batch,
     no_plan_is_lower,
     warn,
     warn_of_floor,
@@ -372,6 +373,8 @@ class Attachment(ShowsFigures, RemovedAtEnd):
                 self._react(event, call)
         except BaseException as error:
             self._react(TrainingEvent.FAILED, error)
+            if isinstance(error, BudgetBelowFloor):
+                name_batch(error, situation)
             if not isinstance(error, _RaisedByModel):
                 raise
             # The call itself raises this too, and only then has it moved random states and running statistics as far as it does

@@ -30,6 +30,13 @@ def warn(text: str) -> None:
     warnings.warn(f"plimsoll: {text}", stacklevel=7)
 
 
+def name_batch(error: BudgetBelowFloor, situation: Situation) -> None:
+    """Add to the error about a budget which batch it is about. A loop of texts of random lengths was refused three times, each
+    time with a longer text.
+    """
+    error.next += f". The budget is for this batch, {situation.shown}; larger ones may need more"
+
+
 def announce(text: str) -> None:
     """Log one line at level INFO on the first rank.
 
