@@ -13,6 +13,7 @@ from plimsoll.artifacts.job import Layout, Techniques, read_techniques
 from plimsoll.errors import InvalidLayout
 from plimsoll.estimator.fitting_changes import SHOWN, find_fitting_changes
 from plimsoll.estimator.parallelism.layouts import read_layout
+from plimsoll.units import MIB
 from ui.view_samples import make_estimate
 
 JOB = {"batch": "", "layout": "", "optimizer": "adamw", "strategy": "", "budget": "", "techniques": ""}
@@ -118,6 +119,40 @@ def test_under_a_budget_the_strategy_stays_the_plans():
     asked = Asked(lambda options: (1.5, 1.0))
     find_fitting_changes(sized(2.0, strategy="auto"), {**JOB, "budget": "auto"}, asked)
     assert {options["strategy"] for options in asked.options} == {""}
+
+
+def test_a_plan_leaves_as_much_free_as_its_error_bar_is_wide():
+    """With ``--budget auto`` a plan fills the device, so such a job is always too close to call."""
+
+    def answer(options: Mapping[str, str]) -> Estimate:
+        if not options["budget"]:
+            return sized(1.5)
+        found = sized(0.95)
+        live_bytes = int(found.device_bytes * 0.9)
+        if options["budget"] != "auto":
+            live_bytes = int(options["budget"].removesuffix("MiB")) * MIB
+        item = msgspec.structs.replace(found.tightest.items[0], bytes=live_bytes, relative_error=0.2)
+        stage = msgspec.structs.replace(found.tightest, items=(item,), allocated_bytes=live_bytes)
+        return msgspec.structs.replace(found, stages=(stage,))
+
+    changes = find_fitting_changes(sized(1.5), JOB, answer)
+    found = next(change for change in changes if change.name == "plan recomputation for the device's memory")
+    assert found.options["budget"].endswith("MiB")
+    device_bytes = sized(1.5).device_bytes
+    assert 0.97 * device_bytes < found.total_bytes + found.error_bytes <= device_bytes
+
+
+def test_long_sequences_fit_by_offloading_and_adapters_by_frozen_weights_in_4_bits():
+    def share(options: Mapping[str, str]) -> tuple[float, float]:
+        return (0.5 if "offload" in options["techniques"] or "qlora" in options["techniques"] else 1.5), 1.0
+
+    job = {**JOB, "techniques": "lora=16,lora-on=all"}
+    found = find_fitting_changes(sized(2.0, techniques="lora=16,lora-on=all"), job, Asked(share))
+    techniques = [change.options["techniques"] for change in found]
+    assert techniques == [
+        "lora=16,lora-on=all,loss=chunked,offload=activations,expandable-segments",
+        "qlora=16,lora-on=all",
+    ]
 
 
 @pytest.mark.parametrize("batch", [1, 3])

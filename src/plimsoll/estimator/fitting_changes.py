@@ -1,4 +1,4 @@
-"""Finds the cheapest changes of a job that make it fit: recomputation, a chunked loss, an optimizer of 8 bits, shards.
+"""Finds the cheapest changes of a job that make it fit: a plan, a chunked loss, an optimizer of 8 bits, offloading, shards.
 
 Each change is estimated. Changes of one thing are tried first. Only if fewer than three of them fit, several things are changed
 together, and the job is sharded over more ranks. The price of a change is the time of all ranks per sample, so more ranks are
@@ -9,7 +9,8 @@ Known weakness: a change that needs another trace (a smaller micro-batch, adapte
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from plimsoll.artifacts.estimate import Estimate, FittingChange
@@ -19,6 +20,7 @@ from plimsoll.errors import PlimsollError
 from plimsoll.estimator.optimizers import known_optimizers
 from plimsoll.estimator.parallelism.layouts import layout_entries
 from plimsoll.estimator.setting import AUTO, EVERYTHING
+from plimsoll.units import MIB
 
 SHOWN = 3
 _RANKS = (8, 16, 32, 64, 128, 256, 512)
@@ -26,6 +28,8 @@ _RANKS = (8, 16, 32, 64, 128, 256, 512)
 _DIVISORS = (4, 16, 64, 256)
 """If half of the micro-batch does not fit, the micro-batch is divided by these numbers."""
 _ADAPTER_RANK = 16
+_PLAN = "plan recomputation for the device's memory"
+_SURE = 0.99
 Options = Mapping[str, str]
 """The options of ``plimsoll estimate`` by name: batch, layout, optimizer, strategy, budget and techniques, as typed."""
 
@@ -34,6 +38,8 @@ class _Change(NamedTuple):
     name: str
     options: dict[str, str]
     is_other_training: bool = False
+    is_planned: bool = False
+    """Whether a plan for the device's memory is part of the change. Its budget may be lowered until the job fits for sure."""
 
 
 def find_fitting_changes(
@@ -69,9 +75,22 @@ def _tried(change: _Change, options: Options, ask: Callable[[Options], Estimate]
     """Return a list with the change and its estimate if the changed job fits the device; otherwise an empty list."""
     try:
         estimate = ask({**options, **change.options})
+        if change.is_planned and not estimate.does_fit and estimate.device_bytes is not None:
+            # A plan fills the device, so the error bar reaches beyond it. Leave as much free as the bar is wide.
+            change = change._replace(
+                options={**change.options, "budget": _surely_fitting(estimate, estimate.device_bytes)}
+            )
+            estimate = ask({**options, **change.options})
     except PlimsollError:  # such as a device without links, or an optimizer that does not work with other options
         return []
     return [(change, estimate)] if estimate.does_fit else []
+
+
+def _surely_fitting(estimate: Estimate, device_bytes: int) -> str:
+    """Return the budget, as text, that makes the largest plausible total of a planned job as large as the device."""
+    tightest = estimate.tightest
+    share = _SURE * device_bytes / (tightest.total_bytes + tightest.error_bytes)
+    return f"{max(1, int(share * tightest.allocated_bytes / MIB))}MiB"
 
 
 def _first_that_fits(
@@ -106,7 +125,7 @@ def _single(found: Estimate, options: Options) -> Iterator[_Change]:
     """Yield the changes that change one thing about the job, such as recomputing."""
     is_planned = bool(options.get("budget"))
     if not is_planned and found.strategy != EVERYTHING:
-        yield _Change("plan recomputation for the device's memory", {"budget": AUTO, "strategy": ""})
+        yield _Change(_PLAN, {"budget": AUTO, "strategy": ""}, is_planned=True)
         yield _Change("recompute every block", {"strategy": EVERYTHING})
     if found.tightest.reserved_bytes is not None and not found.techniques.expandable_segments:
         techniques = _with_technique(options, "expandable-segments")
@@ -142,28 +161,57 @@ def _joined(found: Estimate, options: Options) -> Iterator[list[_Change]]:
         with_all = [*with_loss, "hold the optimizer in 8 bits"]
         alone.append(_Change(_list(with_all), {**recompute, **chunked, **narrow}))
     yield alone
+    yield list(_offloaded(found, options, words, recompute, chunked))
+    yield list(_narrow_base(found, options, with_loss, {**recompute, **chunked}))
     yield [change for divisor in _DIVISORS for change in _smaller(found, options, divisor)]
-    yield list(_sharded(found, options, (words, recompute), (with_loss, {**recompute, **chunked})))
+    others = [_Change(_list(words), recompute), _Change(_list(with_loss), {**recompute, **chunked})]
+    if recompute:
+        others.insert(0, _Change(_PLAN, {"budget": AUTO, "strategy": ""}, is_planned=True))
+    yield list(_sharded(found, options, others))
     if recompute and not found.techniques.is_adapting:
         techniques = _with_technique(options, f"lora={_ADAPTER_RANK}")
         name = _list([*words, f"train adapters of rank {_ADAPTER_RANK} only"])
         yield [_Change(name, {**recompute, "techniques": techniques}, is_other_training=True)]
 
 
-def _sharded(found: Estimate, options: Options, *others: tuple[list[str], dict[str, str]]) -> Iterator[_Change]:
-    """Yield the job on more and more ranks, together with each of the other changes, which are given in words and options."""
+def _offloaded(
+    found: Estimate, options: Options, words: list[str], recompute: dict[str, str], chunked: dict[str, str]
+) -> Iterator[_Change]:
+    """Yield the job whose blocks' inputs wait on the host until backward, as in training on very long sequences."""
+    if options.get("budget") or found.techniques.on_host:
+        return
+    added = ["offload=activations", *([] if found.techniques.expandable_segments else ["expandable-segments"])]
+    techniques = ",".join([chunked.get("techniques") or options.get("techniques", ""), *added]).strip(",")
+    loss = ["compute the loss in chunks"] if chunked else []
+    yield _Change(_list([*words, *loss, "offload the blocks' inputs"]), {**recompute, "techniques": techniques})
+
+
+def _narrow_base(found: Estimate, options: Options, words: list[str], changed: dict[str, str]) -> Iterator[_Change]:
+    """Yield the job with adapters on frozen weights in 4 bits, if its adapters are on weights in 16 bits."""
+    if not found.techniques.lora:
+        return
+    for name, others in (([], {}), (words, changed)):
+        techniques = others.get("techniques") or options.get("techniques", "")
+        narrow = {**others, "techniques": re.sub(r"(?<![\w-])lora(?==|,|$)", "qlora", techniques)}
+        yield _Change(_list([*name, "hold the frozen weights in 4 bits"]), narrow, is_other_training=True)
+
+
+def _sharded(found: Estimate, options: Options, others: Sequence[_Change]) -> Iterator[_Change]:
+    """Yield the job on more and more ranks, together with each of the other changes. One of these may change nothing."""
     if found.layout.pp > 1:
         return
     for ranks in _RANKS:
         dp, rest = divmod(ranks, found.layout.tp * found.layout.cp)
         if not rest and dp > found.layout.dp:
-            for words, changed in others:
-                name = _list([*words, f"shard over {ranks} ranks"])
-                yield _Change(name, {**changed, "layout": _with_entries(options, dp=dp, zero=3)})
+            for other in others:
+                name = " and ".join(filter(None, [other.name.replace(" and ", ", "), f"shard over {ranks} ranks"]))
+                layout = {"layout": _with_entries(options, dp=dp, zero=3)}
+                yield other._replace(name=name, options={**other.options, **layout})
 
 
 def _list(words: list[str]) -> str:
-    return f"{', '.join(words[:-1])} and {words[-1]}" if len(words) > 1 else words[0]
+    """Return the words as an enumeration, or an empty text."""
+    return f"{', '.join(words[:-1])} and {words[-1]}" if len(words) > 1 else "".join(words)
 
 
 def _chunked(found: Estimate, options: Options) -> Iterator[_Change]:
