@@ -234,6 +234,15 @@ def test_a_diagnosis_of_a_model_without_a_name_goes_with_any_model():
         build_html([make_finding(), make_plan()])
 
 
+def test_a_page_of_several_devices_begins_with_one_card_for_each():
+    estimates = [msgspec.structs.replace(make_estimate(1), device=name) for name in ("H100-SXM", "A100-80GB")]
+    text = Parsed(build_html(estimates)).text
+    cards = text[: text.index("Memory")] if "Memory" in text else text
+    for estimate in estimates:
+        assert re.search(rf"{estimate.device} (does not fit|fits|may or may not fit)", cards)
+    assert "40,000 tokens/s" in cards
+
+
 def test_an_estimate_has_a_page_of_its_own_with_every_stage_and_no_other_files():
     page = Parsed(build_html([make_estimate()]))
     for words in (

@@ -206,6 +206,9 @@ def _numbers(artifacts: Sequence[Artifact], documents: Sequence[Document]) -> li
 
     The list is empty if the page is about neither.
     """
+    estimates = [artifact for artifact in artifacts if isinstance(artifact, Estimate)]
+    if len(estimates) > 1:
+        return list(map(_card_of_device, estimates))
     if isinstance(artifacts[0], Estimate):
         return _numbers_of_estimate(artifacts[0])
     plan = next((artifact for artifact in artifacts if isinstance(artifact, Plan)), None)
@@ -239,10 +242,24 @@ def _numbers(artifacts: Sequence[Artifact], documents: Sequence[Document]) -> li
     ]
 
 
+_FITS = {True: "fits", False: "does not fit", None: "may or may not fit, given the error bars"}
+
+
+def _card_of_device(estimate: Estimate) -> tuple[str, str, str]:
+    """Return the card of one estimate on a page that compares several devices: device, verdict, memory, speed and price."""
+    stage, speed = estimate.tightest, estimate.throughput
+    room = "" if estimate.device_bytes is None else f" of {format_bytes(estimate.device_bytes)}"
+    parts = [f"{format_bytes(stage.total_bytes)} ± {format_bytes(stage.error_bytes)}{room}"]
+    parts += [f"{speed.tokens_per_second:,.0f} tokens/s"] if speed.tokens_per_second else []
+    parts += [] if estimate.price is None else [f"price {estimate.price:,.0f}"]
+    ranks = f"{estimate.layout.ranks:,} × " if estimate.layout.ranks > 1 else ""
+    return f"{ranks}{estimate.device}", _FITS[estimate.does_fit], ", ".join(parts)
+
+
 def _numbers_of_estimate(estimate: Estimate) -> list[tuple[str, str, str]]:
     stage, speed = estimate.tightest, estimate.throughput
     room = "an unknown device" if estimate.device_bytes is None else format_bytes(estimate.device_bytes)
-    fits = {True: "fits", False: "does not fit", None: "may or may not fit, given the error bars"}[estimate.does_fit]
+    fits = _FITS[estimate.does_fit]
     return [
         *_price_of_run(estimate),
         (
