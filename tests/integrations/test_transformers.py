@@ -68,6 +68,7 @@ def test_a_training_under_a_budget_keeps_to_it_and_to_every_bit(make, settings, 
     told = [row for row in trainer.state.log_history if "plimsoll/measured_peak_bytes" in row]
     assert 0 < told[-1]["plimsoll/measured_peak_bytes"] <= budget_bytes
     assert sorted(name for name in told[-1] if name.startswith("plimsoll/")) == [
+        "plimsoll/budget_bytes",
         "plimsoll/measured_peak_bytes",
         "plimsoll/planned_overhead_percent",
         "plimsoll/planned_peak_bytes",

@@ -30,7 +30,7 @@ class TrainingFigures:
         ...     blocks=8,
         ... )
         >>> figures.line
-        'budget 100.0 MiB · peak 152.6 → 99.2 MiB planned, 98.2 MiB measured · +8.5% time · 8 of 8 blocks'
+        'budget 100.0 MiB · peak 152.6 → 99.2 MiB planned, 98.2 MiB measured · +8.5% time predicted · 8 of 8 blocks'
     """
 
     budget_bytes: int | None
@@ -78,7 +78,7 @@ class TrainingFigures:
             parts[0] += f", {format_bytes(self.measured_peak_bytes)} measured"
         if self.budget_bytes is not None:
             parts.insert(0, f"budget {format_bytes(self.budget_bytes)}")
-        parts.append(f"{format_share(self.overhead)} time")
+        parts.append(f"{format_share(self.overhead)} time predicted")
         if self.blocks:
             parts.append(f"{self.managed_blocks} of {self.blocks} blocks")
         return " · ".join(parts)

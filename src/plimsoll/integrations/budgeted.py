@@ -33,13 +33,14 @@ from plimsoll.tracing.zero import engine_of, inside_engine
 from plimsoll.units import format_bytes, parse_budget
 
 _LOGGED = (
+    "plimsoll/budget_bytes",
     "plimsoll/unmanaged_peak_bytes",
     "plimsoll/planned_peak_bytes",
     "plimsoll/measured_peak_bytes",
     "plimsoll/planned_overhead_percent",
 )
 """Names of those figures of ``handle.metrics()`` that a trainer's log shows next to each loss. The other figures are redundant,
-or are constants (budget, blocks) that are logged once.
+or are constants (blocks) that are logged once.
 """
 _FLAGS = ("gradient_checkpointing", "grad_checkpointing")
 """Names of attributes on modules of transformers, diffusers and timm. If such an attribute is true, the module checkpoints its

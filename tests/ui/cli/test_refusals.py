@@ -83,6 +83,7 @@ REFUSED = {
     "verify targets:broken --strategy full -o new.json --revised-plan new.json": "are both new.json",
     f"fit targets:broken --budget 1GiB --seq {'9' * 400}": "--seq has 400 digits.",
     f"plan {'a' * 300}.json": "cannot be read as JSON",
+    "explain no_import.py": "no_import.py is a script, and not a target.",
     "explain no_such_module:step": "InvalidTarget: The module no_such_module cannot be imported.",
     "diagnose no.such:step": "The module no.such cannot be imported.",
     "show plan.json --export-sac no/policy.py": "/no does not exist",

@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
+import shlex
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -156,6 +157,13 @@ def check_target(text: str) -> None:
     Raises:
         InvalidTarget: the name, file or configuration is invalid, or the package does not exist.
     """
+    if text.endswith(".py") and os.path.isfile(text):
+        raise InvalidTarget(
+            f"{text} is a script, and not a target.",
+            why="a target is a function that returns a model and its batch",
+            next=f"plimsoll run {shlex.quote(text)} --budget 8GiB trains it under a budget; for other commands name a "
+            "function, such as my_project.training:make_step",
+        )
     if is_read_once(text) or find_recipe(text) is not None:
         return
     module_name, _ = split_target(text)

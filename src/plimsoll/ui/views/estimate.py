@@ -38,7 +38,9 @@ _TONES = {True: Tone.GOOD, False: Tone.BAD, None: Tone.NEUTRAL}
 def view_estimate(estimate: Estimate) -> Document:
     """Make the document (the content to show) of an estimate of a training job's memory and speed."""
     ranks = estimate.layout.ranks
-    changes = [Section("What fits, cheapest first", _changes(estimate))] if estimate.changes else []
+    changes = (
+        [Section("What fits, fewest GPU-seconds per sample first", _changes(estimate))] if estimate.changes else []
+    )
     sections = [
         *changes,
         Section(_tightest_title(estimate), _items(estimate.tightest)),
