@@ -19,7 +19,7 @@ import plimsoll
 from contracts.harness import Block, Stack, batch, differences, plain_step, train, weigh
 from long_cases import some
 from plimsoll.artifacts.receipt import ReceiptVerdict
-from plimsoll.errors import InvalidBatch, TracingFailed
+from plimsoll.errors import BudgetBelowFloor, InvalidBatch, TracingFailed
 from plimsoll.tracing.recorder.untouched import RandomState
 
 
@@ -502,3 +502,31 @@ def test_a_buffer_that_forward_gives_other_memory_is_put_back(way):
     model.blocks[0].bank = bank = torch.zeros(1, 4)
     plan_of(model)
     assert bank.tolist() == [[0.0] * 4]
+
+
+class Renormalising(nn.Module):
+    """Its forward writes its weights: an embedding of a largest norm, and weights that are clipped."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(50, 32, max_norm=1.0)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(3))
+
+    def forward(self, tokens):
+        x = self.table(tokens)
+        for block in self.blocks:
+            with torch.no_grad():
+                block[0].weight.clamp_(-0.05, 0.05)
+            x = x + block(x)
+        return x
+
+
+@pytest.mark.parametrize("allow", ["recompute", "recompute,tile"])
+@pytest.mark.parametrize("budget", ["1KiB", "1GiB"])
+def test_weights_that_forward_writes_are_as_before_after_a_plan_and_after_a_refusal(allow: str, budget: str):
+    torch.manual_seed(0)
+    model, tokens = Renormalising(), torch.arange(50).repeat(8, 1)
+    before = copy.deepcopy(model.state_dict())
+    with contextlib.suppress(BudgetBelowFloor):
+        plimsoll.plan(model, tokens, budget, loss=lambda y: y.square().mean(), allow=allow)
+    assert all(torch.equal(each, before[name]) for name, each in model.state_dict().items())

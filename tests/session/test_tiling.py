@@ -113,7 +113,7 @@ def test_more_tiles_are_tried_if_those_chosen_were_measured_to_need_more(batch, 
     budget = named_floor(refused(Model(), batch, BOTH))
 
     def too_few(whole, task, planner_of):
-        return planner_of(dataclasses.replace(whole.options, tiles=candidates(find_tileable(task, whole.options))[0]))
+        return planner_of(dataclasses.replace(whole.options, tiles=candidates(find_tileable(task, whole))[0]))
 
     monkeypatch.setattr(plan_module, "with_best_tiles", too_few)
     made = plimsoll.plan(Model(), batch, budget=budget, loss=loss_of, allow=BOTH)

@@ -37,10 +37,18 @@ nothing but its output, so tiles would not save memory.
 """
 
 
-def find_tileable(task: TrainingTask, options: PlanOptions) -> tuple[RowwiseCall, ...]:
-    """Run the model's forward once, and return the row-wise calls that need less memory in tiles."""
+def find_tileable(task: TrainingTask, whole: StepPlanner) -> tuple[RowwiseCall, ...]:
+    """Run the model's forward once, and return the row-wise calls that need less memory in tiles. ``whole`` is the planner of
+    the step without tiles.
+    """
     return worth_tiling(
-        find_rowwise_calls(task.model, task.batch, regions=options.regions, device_name=options.device_profile)
+        find_rowwise_calls(
+            task.model,
+            task.batch,
+            regions=whole.options.regions,
+            device_name=whole.options.device_profile,
+            written=whole.trace.written,
+        )
     )
 
 
@@ -138,7 +146,7 @@ def with_more_tiles(
     """
     if not refused.options.tiles:
         return None
-    most = candidates(find_tileable(task, whole.options))[-1]
+    most = candidates(find_tileable(task, whole))[-1]
     if most == refused.options.tiles:
         return None
     planner = planner_of(dataclasses.replace(whole.options, tiles=most))
@@ -148,7 +156,7 @@ def with_more_tiles(
 
 def _fastest(whole: StepPlanner, task: TrainingTask, planner_of: Callable[[PlanOptions], StepPlanner]) -> StepPlanner:
     """Search for the set of tiles with the fastest plan, as `with_best_tiles` describes."""
-    sets = candidates(find_tileable(task, whole.options))
+    sets = candidates(find_tileable(task, whole))
     if not sets:
         _LOG.info(
             "plimsoll: tiles are allowed, but no module call works row by row and makes enough bytes to save memory"
@@ -170,7 +178,7 @@ def name_tiles(refusal: BudgetBelowFloor, whole: StepPlanner, task: TrainingTask
     traces the step once more.
     """
     try:
-        sets = candidates(find_tileable(task, whole.options)) if whole.options.may_recompute else []
+        sets = candidates(find_tileable(task, whole)) if whole.options.may_recompute else []
         lowest_bytes = whole.traced_in_tiles(task, sets[-1]).floor_bytes if sets else whole.floor_bytes
     except Exception:  # noqa: BLE001 - whatever the search meets in the model, the user must see the refusal
         _LOG.debug("plimsoll: the step could not be traced in tiles", exc_info=True)

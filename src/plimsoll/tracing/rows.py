@@ -632,6 +632,7 @@ def find_rowwise_calls(
     *,
     regions: Sequence[str] | None = None,
     device_name: str | None = None,
+    written: Collection[str] = (),
 ) -> dict[str, RowwiseCall]:
     """Run the model's forward once, without gradients, and return its outermost row-wise calls by module path.
 
@@ -642,6 +643,8 @@ def find_rowwise_calls(
             planned module is never returned.
         device_name: the name of a device that this machine lacks. Then the forward runs with fake tensors, as it does for
             a model on the meta device.
+        written: the names of the parameters that forward writes in place, such as an embedding with ``max_norm``. They are
+            restored.
 
     Example:
         >>> mlp = nn.Sequential(nn.Linear(4, 16), nn.GELU(), nn.Linear(16, 4))
@@ -655,7 +658,7 @@ def find_rowwise_calls(
     call = split_batch(batch)
     on_meta = any(parameter.is_meta for parameter in model.parameters())
     is_fake = on_meta or device_name is not None
-    with untouched(model), side_effects_kept(call), torch.no_grad(), contextlib.ExitStack() as stack:
+    with untouched(model, written), side_effects_kept(call), torch.no_grad(), contextlib.ExitStack() as stack:
         if is_fake:
             mode = stack.enter_context(faked(model))
             stack.enter_context(target_kernels(device_name or "cpu"))
@@ -668,7 +671,7 @@ def find_rowwise_calls(
         _LOG.debug("plimsoll: %s cannot run in tiles: %s", path, reason)
     found = follower.found
     if found and not is_fake:
-        with untouched(model), side_effects_kept(call), torch.no_grad():
+        with untouched(model, written), side_effects_kept(call), torch.no_grad():
             args, kwargs = private_copy(call)
             with _comparing(found, modules) as differing:
                 model(*args, **kwargs)
