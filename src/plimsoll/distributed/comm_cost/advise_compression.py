@@ -139,10 +139,12 @@ def advise_compression(
         compress_gradients(model, UNCOMPRESSED).remove()
         # Under DDP gradients may be views of the buckets, which the steps overwrite.
         gradients = [(each.grad, each.grad.clone()) for each in model.parameters() if each.grad is not None]
-        with conversation.stepping(), untouched(model):
-            figures = meter.measure(named, measure_rounds, bytes_per_second, report)
-        for gradient, copy in gradients:
-            gradient.copy_(copy)
+        try:
+            with conversation.stepping(), untouched(model):
+                figures = meter.measure(named, measure_rounds, bytes_per_second, report)
+        finally:
+            for gradient, copy in gradients:
+                gradient.copy_(copy)
         traffic = Traffic(
             model=type(inner_module(model)).__name__,
             fingerprint=fingerprint(model),
