@@ -108,10 +108,18 @@ def test_a_plan_for_the_floor_offers_the_chunked_loss_with_its_peak():
     assert chunked_bytes is not None
     assert chunked_bytes < 0.6 * full.peak_bytes
     floor = Peak(moment="backward", bytes=full.peak_bytes, holders=(Holder(label="logits", bytes=full.peak_bytes),))
-    error = floor_error(1000, floor, chunked_bytes=chunked_bytes)
+    error = floor_error(1000, floor, chunked_bytes=chunked_bytes, state_bytes=0)
     assert error.next.startswith("call plimsoll.chunked.chunk_loss(model) before planning (floor ")
-    assert "chunk_loss" not in floor_error(1000, floor, chunked_bytes=int(0.99 * floor.bytes)).next
-    assert "chunk_loss" not in floor_error(1000, floor).next
+    assert "chunk_loss" not in floor_error(1000, floor, chunked_bytes=int(0.99 * floor.bytes), state_bytes=0).next
+    assert "chunk_loss" not in floor_error(1000, floor, state_bytes=0).next
+
+
+@pytest.mark.parametrize(("share", "is_named"), [(0.5, True), (0.01, False)])
+def test_a_smaller_optimizer_state_is_advised_only_if_it_is_a_part_of_the_floor(share: float, is_named: bool):
+    floor = Peak(moment="backward", bytes=10**9, holders=(Holder(label="logits", bytes=10**9),))
+    error = floor_error(1000, floor, 1000, state_bytes=int(share * floor.bytes))
+    assert ("less state" in error.next) is is_named
+    assert "real step" not in error.why  # 1,000 bytes are not worth a clause
 
 
 @pytest.mark.parametrize(("classes", "rows"), [(2, 32), (4, 32), (1000, 8)])

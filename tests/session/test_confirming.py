@@ -186,9 +186,11 @@ def test_the_revised_plan_is_saved_to_a_new_file_only(tmp_path: Path, monkeypatc
     made = elsewhere(stack())
     made.save("plan.json")
     arguments = ["verify", "steps:stack", "--plan", "plan.json", "--optimizer", "none", "--steps", "1"]
-    refused = run.invoke(app, [*arguments, "--revised-plan", "plan.json"])
-    assert refused.exit_code == 2
-    assert "already exists" in refused.output
+    made.save("other.json")
+    for name, words in (("plan.json", "would be overwritten"), ("other.json", "already exists")):
+        refused = run.invoke(app, [*arguments, "--revised-plan", name])
+        assert refused.exit_code == 2
+        assert words in refused.output
     saved = run.invoke(app, [*arguments, "--revised-plan", "new.json"])
     assert saved.exit_code == 0, saved.output
     assert "revised plan saved to new.json" in saved.output
