@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import time
 import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -71,7 +72,7 @@ from plimsoll.session.options import STEP_IN_BACKWARD, Budget, PlanOptions
 from plimsoll.session.plans_at_work import PlansAtWork
 from plimsoll.session.pressure import Pressure
 from plimsoll.session.retry import Retry, floor_of
-from plimsoll.session.shapes import ShapePlans, can_follow_shapes
+from plimsoll.session.shapes import ShapePlans, can_follow_shapes, is_long
 from plimsoll.session.situations import MeteredSituations, Situation, planned_situation
 from plimsoll.session.state_offload import StateAtWork, checked_optimizer, most_offloaded, with_offloaded_state
 from plimsoll.session.states import TABLE, State, TrainingEvent
@@ -1143,6 +1144,7 @@ class Attachment(ShowsFigures, RemovedAtEnd):
         After `_MOST_TRACED_AGAIN` traces without such a call, subtract the measured overshoot from the budget instead.
         """
         self._known.traces_left -= 1
+        begun_seconds = time.monotonic()
         try:
             self._begin(call)
         except BudgetBelowFloor as error:
@@ -1152,10 +1154,16 @@ class Attachment(ShowsFigures, RemovedAtEnd):
             # In MAML, backward continues into the graph of the call before, which a trace would free.
             self._known.traces_left = 0
             warn(f"a training step that needed more than its plan could not be traced, and keeps it: {error.found}")
-        if self.state is State.MEASURING:
+        self._known.tracing_seconds += time.monotonic() - begun_seconds
+        if self.state is State.MEASURING or self._has_traced_long():
             self._known.traces_left = 0
-        elif not self._known.traces_left and self._known.shaped is not None:
+        if self.state is State.RUNNING and not self._known.traces_left and self._known.shaped is not None:
             self._known.shaped.note_peak(self._known.ran_more_bytes)
+
+    def _has_traced_long(self) -> bool:
+        """Return True if searches for a forward that runs as many operations have taken too long for another one."""
+        step_seconds = 0.0 if self._work.plan is None else self._work.plan.baseline_seconds
+        return is_long(self._known.tracing_seconds, step_seconds)
 
     def correct_account(self) -> None:
         """Called when a step has ended. If the step exceeded the budget, warn, and add the overshoot to the account (bytes that
@@ -1180,6 +1188,7 @@ class Attachment(ShowsFigures, RemovedAtEnd):
             is_other_step, cause = True, "it saved tensors that the plan does not name"
         # A rank cannot trace alone: the trace may run collectives, and the other ranks do not know of it.
         may_trace = self._known.shaped is not None and self.agreement.size == 1 and not self.is_compiled
+        may_trace = may_trace and not self._has_traced_long()
         is_lowest = self._known.shaped is not None and self._known.shaped.is_floor_measured
         if may_trace and over_bytes > 0 and is_other_step:
             self._known.traces_left, self._known.ran_more_bytes = _MOST_TRACED_AGAIN, peak_bytes

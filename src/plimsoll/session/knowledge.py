@@ -100,6 +100,8 @@ class Knowledge:
     ``ran_more_bytes``.
     """
     ran_more_bytes: int = 0
+    tracing_seconds: float = 0.0
+    """How long the traces of this search, and of all such searches before it, have taken."""
     said_parts_bytes: int = 0
     """The highest peak in bytes that a warning has named, of steps that call parts of the model instead of the model. It is 1
     if a warning named no peak, and 0 before any warning.

@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -48,6 +49,11 @@ from plimsoll.session.training_step import gradients_as_if
 _MOST_TRACES = 6
 """Trace at most this many shapes of one kind if their steps cannot be derived from each other. Later shapes use the plan of a
 traced shape that is at least as large in each dimension.
+"""
+_LONG_SECONDS, _MANY_STEPS = 10.0, 64
+"""Further traces end when they have taken more than this many seconds, and more than this many steps' time.
+
+A recursion over trees runs thousands of operations in a step of 0.05 s. Each trace of it took 10 s, and there were 14 of them.
 """
 _MOST_KNOWN = 4096
 """Remember plans for at most this many shapes: with random lengths, nearly every step has a new shape."""
@@ -155,6 +161,8 @@ class ShapePlans:
         outside of the model, and the growth of activations.
         """
         self._most_solved_bytes = 0
+        self._tracing_seconds = 0.0
+        """How long the traces of new shapes have taken."""
         self._first: tuple[Shapes, int] | None = None
         self._largest: Shapes | None = None
         self._current: tuple[Shapes, Forecast] | None = None
@@ -240,13 +248,14 @@ class ShapePlans:
         if self.knows(shapes):
             return False
         steps = self._steps.get(_split(shapes)[0], _Steps())
-        is_enough = len(steps.traces) >= _MOST_TRACES or shapes in self._reported
+        is_enough = len(steps.traces) >= _MOST_TRACES or shapes in self._reported or self._has_traced_long
         return not (is_enough and self._covering(shapes))
 
     def trace(self, shapes: Shapes, task: TrainingTask) -> None:
         """Trace a step of these shapes, on all ranks that trace together. A rank that knows the shapes traces too, because the
         traces of the others run collectives.
         """
+        begun_seconds = time.monotonic()
         try:
             self._trace(shapes, task)
         except PlimsollError as error:
@@ -256,6 +265,12 @@ class ShapePlans:
             warn(
                 f"a batch of a new shape could not be traced, and runs under the plan of a larger batch: {error.found}"
             )
+        self._tracing_seconds += time.monotonic() - begun_seconds
+
+    @property
+    def _has_traced_long(self) -> bool:
+        # Ranks trace together, and their clocks differ.
+        return self._agreement.size == 1 and is_long(self._tracing_seconds, self._plans[0].baseline_seconds)
 
     def _trace(self, shapes: Shapes, task: TrainingTask) -> None:
         """Trace a step in the same state as the first step. Its ops are timed only if their seconds cannot be derived from a
@@ -657,6 +672,17 @@ class ShapePlans:
         ladder = self._ladder_of(shapes)
         assert ladder is not None, "only known shapes are asked for"
         return ladder
+
+
+def is_long(tracing_seconds: float, step_seconds: float) -> bool:
+    """Return True if further traces of a training whose step takes ``step_seconds`` have taken long enough. Then a coarser
+    plan costs less than another trace.
+
+    Example:
+        >>> is_long(9.0, 0.05), is_long(12.0, 0.05), is_long(12.0, 0.5)
+        (False, True, False)
+    """
+    return tracing_seconds > max(_LONG_SECONDS, _MANY_STEPS * step_seconds)
 
 
 def can_follow_shapes(options: PlanOptions, ranks: int) -> bool:
