@@ -198,9 +198,9 @@ def test_parts_that_prepare_a_batch_or_belong_to_the_loss_change_nothing():
     expected, found = Run(alone, attached(budget)), Run(step, attached(budget))
 
     assert not [text for _, text in found.said if "not Model itself" in text or "wait for one backward" in text]
-    # The graphs of the parts' calls take 76 KiB beyond the budget, which is named. Then one step is traced at the lowest peak,
-    # the last one on a slow machine, and the next plan leaves these bytes free.
-    assert max(found.peaks_planned[-2:]) >= 0.9 * expected.peaks_planned[-1]
+    # The graphs of the parts' calls take 76 KiB beyond the budget, which is named. Then a step or two are traced at the lowest
+    # peak, the last ones on a slow machine. Other plans leave these bytes free.
+    assert max(found.peaks_planned[CHANGE + 1 :]) >= 0.9 * expected.peaks_planned[-1]
 
 
 def test_parts_that_were_called_beside_the_model_once_are_still_noticed_when_they_are_trained_alone():

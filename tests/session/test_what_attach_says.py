@@ -12,7 +12,7 @@ import torch
 
 import plimsoll
 from plimsoll.artifacts.progress import bar
-from plimsoll.errors import BudgetBelowFloor, InvalidOption
+from plimsoll.errors import BudgetBelowFloor, InvalidOption, PlanMismatch
 from plimsoll.session import messages
 from plimsoll.session.attachment import Attachment
 from plimsoll.session.messages import announce
@@ -210,3 +210,11 @@ def test_a_refusal_names_the_batch_that_its_budget_is_for():
     with pytest.raises(BudgetBelowFloor) as refused:
         training()
     assert refused.value.next.endswith("The budget is for this batch, f32[64x32]; larger ones may need more")
+
+
+def test_the_plan_of_a_training_cannot_be_verified_with_another_loss_and_says_so():
+    handle = train(4)
+    handle.remove()
+    with pytest.raises(PlanMismatch, match="attach made it for its training") as refused:
+        plimsoll.verify(handle.model, torch.randn(384, 32), handle.plan, loss=mean_square)
+    assert "verify a plan of plimsoll.plan" in refused.value.next

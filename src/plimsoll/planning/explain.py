@@ -7,6 +7,7 @@ a value is kept or dropped.
 from __future__ import annotations
 
 import math
+import re
 
 from plimsoll.artifacts.decision import Decision
 from plimsoll.artifacts.naming import name_largest
@@ -64,12 +65,18 @@ def floor_error(
     if accumulating_bytes > floor_bytes:
         accumulating = f", or {budget_text(accumulating_bytes)} if gradients accumulate over micro-batches"
     return BudgetBelowFloor(
-        f"budget {format_bytes(budget_bytes)} is below the smallest reachable peak, {format_bytes_up(floor_bytes)}.",
+        f"budget {format_bytes(budget_bytes)} is below the smallest reachable peak, {_named(floor_bytes)}.",
         why=f"{_name_together(floor)}{measured}",
         next=f"{chunked}{budget_text(floor_bytes)} ({floor_bytes} bytes){accumulating}, or a smaller micro-batch"
         f"{smaller_state}",
         others=() if others is None else others.lines(),
     )
+
+
+def _named(floor_bytes: int) -> str:
+    """Return the floor with the digits of the budget that the error advises: two figures for one floor were taken for two."""
+    text = re.sub(r"(?<=\d)(?=[KMGT]iB)", " ", budget_text(floor_bytes).removeprefix("budget=").strip('"'))
+    return text if text.endswith("B") else f"{floor_bytes} bytes"
 
 
 def strategy_error(strategy: str, budget_bytes: int, peak: Peak, floor_bytes: int) -> BudgetBelowFloor:

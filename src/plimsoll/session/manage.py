@@ -16,6 +16,7 @@ from plimsoll.session.agreement import Agreement
 from plimsoll.session.rendezvous.conversation import differing
 from plimsoll.session.rendezvous.exchange import exchange
 from plimsoll.session.rendezvous.world import current_world
+from plimsoll.session.task import stand_in_loss
 from plimsoll.tracing.kernels import runs_gpu_kernels
 from plimsoll.tracing.recorder.fingerprint import fingerprint
 from plimsoll.units import format_bytes
@@ -114,12 +115,14 @@ def refuse_other_model(model: nn.Module, plan: Plan) -> None:
 
 def refuse_other_signature(found: str, plan: Plan) -> None:
     """Refuse a batch of another shape or dtype than the plan was made for, or a step in another mode."""
-    if found != plan.signature:
-        raise PlanMismatch(
-            f"This plan was made for another step: {plan.signature}",
-            why=f"this step is {found}",
-            next="plan with this batch, or pass the batch, loss= and mode that the plan was made with",
-        )
+    if found == plan.signature:
+        return
+    next_ = "plan with this batch, or pass the batch, loss= and mode that the plan was made with"
+    if stand_in_loss.__name__ in plan.signature:
+        next_ = "plimsoll.attach made it for its training, whose loss it does not know; verify a plan of plimsoll.plan"
+    raise PlanMismatch(
+        f"This plan was made for another step: {plan.signature}", why=f"this step is {found}", next=next_
+    )
 
 
 _OTHER_KERNELS = (

@@ -92,7 +92,7 @@ def test_what_fits_is_printed_as_commands_that_run(run: Callable[..., Any]):
     pytest.importorskip("transformers")
     small = ("estimate", "llama-tiny", "--device", "H100", "--batch", "1024", "--seq", "1k")
     shown = run(*small, code=3)
-    assert "What fits, fewest GPU-seconds per sample first" in shown.out
+    assert "What fits, fewest GPU-seconds per sample first, other trainings last" in shown.out
     pasted = shown.out.replace("\\\n", " ")
     commands = [line.strip() for line in pasted.splitlines() if line.strip().startswith("plimsoll estimate")]
     assert 0 < len(commands) <= 3

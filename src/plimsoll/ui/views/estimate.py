@@ -39,7 +39,9 @@ def view_estimate(estimate: Estimate) -> Document:
     """Make the document (the content to show) of an estimate of a training job's memory and speed."""
     ranks = estimate.layout.ranks
     changes = (
-        [Section("What fits, fewest GPU-seconds per sample first", _changes(estimate))] if estimate.changes else []
+        [Section("What fits, fewest GPU-seconds per sample first, other trainings last", _changes(estimate))]
+        if estimate.changes
+        else []
     )
     sections = [
         *changes,
