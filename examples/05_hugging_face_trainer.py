@@ -15,7 +15,7 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-from plimsoll import PlimsollCallback
+from plimsoll.integrations.transformers import PlimsollCallback
 
 
 def main() -> None:

@@ -19,7 +19,7 @@ from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
 
-from plimsoll import PlimsollCallback
+from plimsoll.integrations.transformers import PlimsollCallback
 
 
 def main() -> None:
