@@ -26,6 +26,7 @@ _BYTES_PER_UNIT = {
     "GIB": GIB,
     "TIB": 1024**4,
 }
+_LARGE_UNITS = (("TiB", 1024**4), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB))
 _MOST = 2**63 - 1
 """The largest amount or count that is accepted, because torch and JSON take 64-bit signed integers."""
 _COUNT = re.compile(r"\s*([0-9][0-9_]{0,29}(?:\.[0-9]{1,12})?)\s*([kKmMbBgGtT]?)\s*")
@@ -142,7 +143,7 @@ def parse_count(text: str, *, thousand: int = 1000) -> int:
 def format_bytes(bytes_: float) -> str:
     """Return a number of bytes as text for people: ``7.3 GiB``, ``512.0 MiB``, ``17 B``."""
     sign, size = ("-" if bytes_ < 0 else ""), abs(bytes_)
-    for unit, scale in (("TiB", 1024**4), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
+    for unit, scale in _LARGE_UNITS:
         if size >= scale:
             return f"{sign}{size / scale:.{1 if size / scale < 1000 else 0}f} {unit}"
     return f"{sign}{size:.0f} B"
@@ -170,7 +171,7 @@ def budget_text(bytes_: int) -> str:
         >>> budget_text(43_234_567)
         'budget="41.24MiB"'
     """
-    for unit, scale in (("TiB", 1024**4), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
+    for unit, scale in _LARGE_UNITS:
         if bytes_ >= scale:
             digits = 3 - min(3, int(math.log10(bytes_ / scale)))
             steps = -(-bytes_ * 10**digits // scale)
@@ -186,7 +187,7 @@ def limit_text(bytes_: int) -> str:
         >>> limit_text(43_234_567)
         'budget="41.23MiB"'
     """
-    for unit, scale in (("TiB", 1024**4), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
+    for unit, scale in _LARGE_UNITS:
         if bytes_ >= scale:
             return f'budget="{bytes_ * 100 // scale / 100:.2f}{unit}"'
     return f"budget={bytes_}"

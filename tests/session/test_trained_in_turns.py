@@ -175,7 +175,7 @@ def adversaries(rows: Callable[[int], int], pairs: bool, budget: int | None = No
 def test_a_generator_trains_through_a_frozen_discriminator_in_every_state(
     rows: Callable[[int], int], pairs: bool, budget: int
 ):
-    """The discriminator's plans may be due in a call in which it is frozen. They are made in its next own call."""
+    """The discriminator's plans may be due while it is frozen. They are made in its next own call."""
     expected = adversaries(rows, pairs)
     assert all(map(torch.equal, expected, adversaries(rows, pairs, budget)))
 

@@ -28,8 +28,8 @@ _RANKS = (8, 16, 32, 64, 128, 256, 512)
 _DIVISORS = (4, 16, 64, 256)
 """If half of the micro-batch does not fit, the micro-batch is divided by these numbers."""
 _ADAPTER_RANK = 16
-_PLAN = "plan recomputation for the device's memory"
 _SURE = 0.99
+"""The share of the device's memory that the highest prediction of a planned job may fill."""
 Options = Mapping[str, str]
 """The options of ``plimsoll estimate`` by name: batch, layout, optimizer, strategy, budget and techniques, as typed."""
 
@@ -40,6 +40,9 @@ class _Change(NamedTuple):
     is_other_training: bool = False
     is_planned: bool = False
     """Whether a plan for the device's memory is part of the change. Its budget may be lowered until the job fits for sure."""
+
+
+_PLANNED = _Change("plan recomputation for the device's memory", {"budget": AUTO, "strategy": ""}, is_planned=True)
 
 
 def find_fitting_changes(
@@ -125,7 +128,7 @@ def _single(found: Estimate, options: Options) -> Iterator[_Change]:
     """Yield the changes that change one thing about the job, such as recomputing."""
     is_planned = bool(options.get("budget"))
     if not is_planned and found.strategy != EVERYTHING:
-        yield _Change(_PLAN, {"budget": AUTO, "strategy": ""}, is_planned=True)
+        yield _PLANNED
         yield _Change("recompute every block", {"strategy": EVERYTHING})
     if found.tightest.reserved_bytes is not None and not found.techniques.expandable_segments:
         techniques = _with_technique(options, "expandable-segments")
@@ -166,7 +169,7 @@ def _joined(found: Estimate, options: Options) -> Iterator[list[_Change]]:
     yield [change for divisor in _DIVISORS for change in _smaller(found, options, divisor)]
     others = [_Change(_list(words), recompute), _Change(_list(with_loss), {**recompute, **chunked})]
     if recompute:
-        others.insert(0, _Change(_PLAN, {"budget": AUTO, "strategy": ""}, is_planned=True))
+        others.insert(0, _PLANNED)
     yield list(_sharded(found, options, others))
     if recompute and not found.techniques.is_adapting:
         techniques = _with_technique(options, f"lora={_ADAPTER_RANK}")

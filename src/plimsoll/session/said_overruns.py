@@ -33,7 +33,7 @@ class SaidOverruns:
         """Return True if this overrun should be a warning: no overrun of its cause was named, or it took more bytes than those,
         or it is the first one under the plan with the lowest peak (``is_lowest``).
 
-        A loop may have several kinds of steps in turn. The inner steps of a MAML loop gave ten warnings in each outer step
+        A loop may alternate between several kinds of steps. The inner steps of a MAML loop gave ten warnings in each outer step
         while only the last one was remembered.
         """
         self._latest = kind = (cause, is_lowest)

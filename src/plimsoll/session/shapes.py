@@ -171,8 +171,8 @@ class ShapePlans:
         """
         self._known: dict[Shapes, _Written] = {}
         self._reported: dict[Shapes, int] = {}
-        """Shapes that a message was about already, because no plan fits them, or because they cannot be traced. For each, the
-        bytes by which the lowest plan was predicted to exceed the budget.
+        """Shapes that a message was about already, because no plan fits them, or because they cannot be traced. For each, how
+        many bytes over the budget the lowest plan was predicted to be.
         """
         self._unfitting: dict[Shapes, tuple[int, BudgetBelowFloor]] = {}
         """Shapes that no plan fits: for each, the bytes that were not enough and the error that was raised."""

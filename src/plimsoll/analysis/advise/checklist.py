@@ -115,7 +115,7 @@ class StepEvidence:
         return (
             f"plimsoll verify {self.target}{self._with_plan} --curve 100 -o receipt.json, or for lossy plans "
             f"plimsoll probe {self.target} --steps 1000{self._with_plan} -o verdict.json, "
-            f"then {self.again} with what they wrote"
+            f"then {self.again} --receipt receipt.json or --verdict verdict.json"
         )
 
     @property

@@ -24,7 +24,7 @@ def split_devices(text: str) -> list[str]:
 
 
 def _known_name(name: str) -> str:
-    """Return the catalogue's name of a device, which may have several names, or an unknown name as it is."""
+    """Return the catalogue's main name of a device, which may have aliases. Return an unknown name unchanged."""
     from plimsoll.planning.costing.devices import find_device
 
     try:

@@ -140,6 +140,6 @@ def _run(script: str, arguments: list[str], budget: str, *, is_module: bool) -> 
         )
     elif figures is not None and figures.measured_peak_bytes:
         peak, limit = format_bytes(figures.measured_peak_bytes), format_bytes(figures.budget_bytes or 0)
-        terminal.say_soon(f"plimsoll: the highest measured peak was {peak}, under a budget of {limit}.")
+        terminal.say_soon(f"plimsoll: the highest measured peak was {peak}. The budget was {limit}.")
     if ending is not None:
         raise ending
